@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.timing import get_num_repeats, make_rows, save_result, time_interleaved
 from headway.common import env
 from headway.core.runtime.collective_ledger import CollectiveLedger
-from headway.core.runtime.flight_recorder import Call, FlightRecorder
+from headway.core.runtime.flight_recorder import CurrentCollective, FlightRecorder
 from headway.core.runtime.heartbeat import NUM_RECORDED, Heartbeat
 from headway.core.runtime.pulse import HeartbeatFile
 
@@ -38,7 +38,7 @@ def make_collective_entry(ledger: CollectiveLedger) -> Callable[[], None]:
 class DirectFlightRecorder(FlightRecorder):
     """Flight recorder that reads in the calling thread, so that the time includes its work."""
 
-    def get_calls(self) -> list[Call] | None:
+    def get_calls(self) -> list[CurrentCollective] | None:
         """Check the counters, and report no calls."""
         self.check_counters()
         return []

@@ -273,7 +273,7 @@ class Accelerator(RankAware):
         self._registration = join_process(run, self._training_step, self._preparation)
 
     @property
-    def _readers(self) -> Collectives:
+    def _shard_readers(self) -> Collectives:
         return self.strategy.data_group
 
     # ---------------------------------------------------------------- members of other libraries' Accelerators
@@ -748,7 +748,7 @@ class Accelerator(RankAware):
         chosen = loader if loader is not None else self._training_step.windows.loader
         if chosen is None:
             self._bypasses.search_for_unprepared_loader(self._training_step)
-        return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
+        return gather_for_metrics(input_data, chosen, self._shard_readers, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out its first batches in the next epoch only.

@@ -136,7 +136,11 @@ class CollectiveError(HeadwayError, RuntimeError):
     """Raised if ranks call different collectives or pass arguments that do not match, or if another rank has failed."""
 
     is_on_all_ranks = False
-    """Whether every rank of the run raises this error, because ranks called different collectives."""
+    """Whether every rank of the run raises this error at the same call.
+
+    The code that raises the error sets it. True if a handshake of all ranks found that they called different collectives.
+    Code that catches the error then need not tell the other ranks about the failure.
+    """
 
 
 class CheckpointError(HeadwayError, RuntimeError):

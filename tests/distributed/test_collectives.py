@@ -406,8 +406,8 @@ def join_exchanges_of_others():
     collectives = acc.collectives
     if acc.process_index == 0:
         return collectives.gather_objects({"unused": ["a", "b"]}), collectives.gather_numbers([5.0, 6.0])
-    collectives.stand_in(RecordedCollective("all", "handshake", ["objects", "", 1]))
-    collectives.stand_in(RecordedCollective("all", "handshake", ["numbers", "", 2]))
+    collectives.join_with_neutral_values(RecordedCollective("all", "handshake", ["objects", "", 1]))
+    collectives.join_with_neutral_values(RecordedCollective("all", "handshake", ["numbers", "", 2]))
     return None
 
 

@@ -218,7 +218,7 @@ def train_without_loader(folder):
 
 def signal_in_pass_of_one_rank(folder):
     """Send a signal in a pass that only rank 0 makes. The stop moves to the next window, which all ranks reach."""
-    stopping.LATE = 0.5
+    stopping.ARRIVAL_TIMEOUT = 0.5
     accelerator, model, optimizer, loader = prepare_training(folder)
     other = accelerator.prepare(DataLoader(NoisyRows(), batch_size=3))
     alone = 0
@@ -234,23 +234,23 @@ def signal_in_pass_of_one_rank(folder):
     except Preempted:
         return accelerator.num_updates, alone
     finally:
-        stopping.LATE = 20.0
+        stopping.ARRIVAL_TIMEOUT = 20.0
 
 
 def abandon_long_window(folder):
     """Stop in a window that is expected to take long. It is abandoned, and the resumed run repeats it."""
-    stopping.SOON = -1.0
+    stopping.MAX_FINISHED_SECONDS = -1.0
     try:
         first = Run(folder, SignalSender("training", (0, 1), 3))
     finally:
-        stopping.SOON = 5.0
+        stopping.MAX_FINISHED_SECONDS = 5.0
     rest = Run(folder, SignalSender())
     return first.losses, rest.losses
 
 
 def abandon_slow_window(folder):
     """Stop in a window that becomes slow. It is abandoned, too, although its duration was unknown when the signal came."""
-    stopping.SOON = 0.5
+    stopping.MAX_FINISHED_SECONDS = 0.5
     accelerator, model, optimizer, loader = prepare_training(folder, gradient_accumulation_steps=3)
     send_signal, has_struck = SignalSender("training", (0,), 1), False
     try:
@@ -264,7 +264,7 @@ def abandon_slow_window(folder):
     except Preempted:
         return accelerator.num_updates, accelerator._checkpoint_state.run.windows.is_unfinished
     finally:
-        stopping.SOON = 5.0
+        stopping.MAX_FINISHED_SECONDS = 5.0
 
 
 def repeat_failed_save(folder):
@@ -447,7 +447,7 @@ def test_ranks_are_killed_after_the_grace_period(tmp_path):
 def test_repeated_signal_ends_a_process_that_reaches_no_check(tmp_path):
     body = "from headway import Accelerator, ProjectConfiguration\nimport time\n"
     body += "from headway.core.runtime.control_plane import stopping\n"
-    body += "stopping.AGAIN = 0.2\n"
+    body += "stopping.MIN_REPEAT_SECONDS = 0.2\n"
     body += "Accelerator(cpu=True, project_config=ProjectConfiguration('run', automatic_checkpoint_naming=True))\n"
     body += "print('ready', flush=True)\ntime.sleep(300)\n"
     process = start_launch(tmp_path, body, "--cpu")

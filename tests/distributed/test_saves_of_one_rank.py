@@ -463,7 +463,7 @@ def call_forty_times():
     found = []
     for _ in range(40):
         assert attendance.find_participants("a call").ranks == (0, 1)
-        found.append(attendance._make_key(str(attendance._place)))
+        found.append(attendance._make_key(str(attendance._progress)))
     accelerator.wait_for_everyone()
     names = (str(accelerator.process_index), "count", "gone")
     return [any(current().has_key(f"{key}/{name}") for name in names) for key in found]

@@ -265,19 +265,19 @@ def test_failure_with_replicated_shards():
 def fail_again_in_stand_in() -> list[str]:
     """Run out of memory on rank 1, and again in the first collective that it completes. All ranks get an error, and none waits."""
     cell = Cell("forward", (1,), batch=1)
-    stand_in = FSDPUnit.stand_in
+    join_with_neutral_values = FSDPUnit.join_with_neutral_values
 
     def failing(self: FSDPUnit, *args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory, again.")
 
     messages = []
-    FSDPUnit.stand_in = failing  # type: ignore[method-assign]
+    FSDPUnit.join_with_neutral_values = failing  # type: ignore[method-assign]
     try:
         train("fsdp", cell)
     except MemoryExhausted as error:
         messages.append(str(error))
     finally:
-        FSDPUnit.stand_in = stand_in  # type: ignore[method-assign]
+        FSDPUnit.join_with_neutral_values = join_with_neutral_values  # type: ignore[method-assign]
     return messages
 
 

@@ -11,7 +11,7 @@ from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
 from headway.core.runtime import group
 from headway.core.runtime.flight_recorder import FlightRecorder
 from headway.core.runtime.group import can_coalesce, start_collectives
-from headway.core.strategies.ddp import check_hook
+from headway.core.strategies.ddp import check_communication_hook
 from tests.distributed.test_launch import start_launch
 from tests.unit.core.runtime.nccl_dump import make_entry
 
@@ -93,7 +93,7 @@ def test_several_tensors_in_one_launch(single_rank_group):
 
 
 def test_the_bf16_hook_is_allowed(single_rank_group):
-    check_hook(DistributedDataParallelKwargs(comm_hook="bf16"), torch.device("cuda", 0), dist.group.WORLD)
+    check_communication_hook(DistributedDataParallelKwargs(comm_hook="bf16"), torch.device("cuda", 0), dist.group.WORLD)
 
 
 # -------------------------------------------------------------------- two GPUs

@@ -37,7 +37,7 @@ from headway.core.config.files import (
     write_config,
 )
 from headway.core.config.launch import EARLIER_NAMES, PRECISIONS, SETTINGS, LaunchConfig, LaunchSetting
-from headway.core.config.load import read_environment_layer, resolve
+from headway.core.config.load import merge_layers, read_environment_layer
 from headway.core.config.values import parse_text
 from headway.errors import ConfigError, StateError
 
@@ -223,7 +223,7 @@ def _write_default(config_file: str | None, mixed_precision: str | None, force: 
         raise ConfigError(
             f"{path} exists already; add --force to write over it, or `headway config update` to bring it up to date"
         )
-    _write_and_show(resolve([read_command_line_layer({"mixed_precision": mixed_precision})]).config, path)
+    _write_and_show(merge_layers([read_command_line_layer({"mixed_precision": mixed_precision})]).config, path)
 
 
 def _update_config(config_file: str | None) -> None:
@@ -241,12 +241,12 @@ def _update_config(config_file: str | None) -> None:
             kept[key] = value
         else:
             click.echo(f"taken out: {key}: {text}")
-    _write_and_show(resolve([read_settings(kept, str(path), explain_file_key)]).config, path)
+    _write_and_show(merge_layers([read_settings(kept, str(path), explain_file_key)]).config, path)
 
 
 def _show_settings(config_file: str | None, as_json: bool) -> None:
     environment = env.copy_variables()
-    resolved = resolve(
+    resolved = merge_layers(
         [read_environment_layer(environment), read_file_layer(config_file, environment, explain_file_key)]
     )
     names = [setting.name for setting in SETTINGS.values() if setting.is_for_files]

@@ -13,7 +13,7 @@ from headway.common import env
 from headway.common.text import format_bytes
 from headway.compat.accelerate.launching.config_file import explain_file_key
 from headway.core.config.files import find_default_file, read_file_layer
-from headway.core.config.load import read_environment_layer, resolve
+from headway.core.config.load import merge_layers, read_environment_layer
 from headway.errors import HeadwayError
 from headway.launch import machine
 from headway.version import __version__
@@ -58,7 +58,9 @@ def _describe_layout(environment: dict[str, str]) -> str:
     If the settings are invalid, return "unknown" and the error message.
     """
     try:
-        resolved = resolve([read_environment_layer(environment), read_file_layer(None, environment, explain_file_key)])
+        resolved = merge_layers(
+            [read_environment_layer(environment), read_file_layer(None, environment, explain_file_key)]
+        )
     except HeadwayError as error:  # an error here must not hide the other entries
         return f"unknown: {error}"
     return f"{resolved.get('strategy', 'ddp')} ({resolved.get_origin('strategy')})"

@@ -21,7 +21,7 @@ from headway.cli.options import (
 )
 from headway.common import env
 from headway.core.config.launch import EARLIER_NAMES
-from headway.core.config.load import ResolvedSettings, SettingValue, read_environment_layer, resolve
+from headway.core.config.load import ResolvedSettings, SettingValue, merge_layers, read_environment_layer
 from headway.core.config.mesh import describe_groups
 from headway.errors import ConfigError
 
@@ -212,7 +212,7 @@ def merge_settings(
         read_file_layer(config_file, environment, explain_file_key),
         detected,
     ]
-    return resolve(layers, force=force)
+    return merge_layers(layers, force=force)
 
 
 def _choose_kind(resolved: ResolvedSettings) -> str:

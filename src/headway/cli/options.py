@@ -179,7 +179,7 @@ def make_setting_options() -> list[click.Parameter]:
 def _make_setting_option(setting: LaunchSetting) -> click.Option:
     flags = [setting.short, setting.flag] if setting.short else [setting.flag]
     chosen, text = _show_choices(setting.choices, setting.text)
-    about: dict[str, Any] = {"group": setting.group, "is_rare": not setting.is_usual}
+    about: dict[str, Any] = {"group": setting.group, "is_rare": not setting.is_in_short_help}
     about["help"] = text + (f"  [default: {setting.default}]" if setting.default else "")
     if setting.kind == "switch":
         return GroupedOption([*flags, setting.name], is_flag=True, default=None, **about)

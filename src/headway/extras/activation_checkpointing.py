@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
-from headway.core.strategies.parts import BARE_CLASS, find_blocks, find_outermost
+from headway.core.strategies.blocks import ORIGINAL_CLASS, find_blocks, find_outermost
 from headway.core.training.prepared.model import reduce_to_bare
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.extras.activation_offload import offload_saved_tensors
@@ -65,7 +65,7 @@ class CheckpointedBlock:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle or copy the block as an object of its original class, without checkpointing."""
         return reduce_to_bare(
-            self, super().__reduce_ex__(protocol), self.__dict__[BARE_CLASS], (_BLOCK_FUNCTION, BARE_CLASS)
+            self, super().__reduce_ex__(protocol), self.__dict__[ORIGINAL_CLASS], (_BLOCK_FUNCTION, ORIGINAL_CLASS)
         )
 
 
@@ -130,7 +130,7 @@ def keep_activations(model: torch.nn.Module) -> None:
                 f"a block of class {type(module).__name__} was prepared by itself after its activations were checkpointed; "
                 "call accelerator.free_memory() first"
             )
-        module.__class__ = module.__dict__.pop(BARE_CLASS)
+        module.__class__ = module.__dict__.pop(ORIGINAL_CLASS)
         del module.__dict__[_BLOCK_FUNCTION]
 
 
@@ -289,7 +289,7 @@ def _attach_function(block: torch.nn.Module, function: Callable[..., Any]) -> No
     except TypeError as error:
         raise ConfigError(f"the class {bare.__qualname__} cannot be extended: {error}; name other blocks") from error
     block.__dict__[_BLOCK_FUNCTION] = function
-    block.__dict__[BARE_CLASS] = bare
+    block.__dict__[ORIGINAL_CLASS] = bare
 
 
 # ---------------------------------------------------------------- models with their own checkpointing

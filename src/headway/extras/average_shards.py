@@ -80,7 +80,7 @@ def copy_saved_average(target: Any, saved: Any) -> None:
         if is_dtensor(saved):
             get_local_part(target).copy_(get_local_part(saved))
         else:
-            dtensors.put_whole(target, saved)
+            dtensors.copy_full_values(target, saved)
     elif isinstance(target, ShardPiece):
         saved_boxes = {box.offsets: box.values for box in saved.boxes} if isinstance(saved, ShardPiece) else None
         for box in target.boxes:

@@ -22,7 +22,7 @@ import torch
 from headway.common import env
 from headway.common.optional import is_available
 from headway.core.config.compilation import TorchDynamoPlugin
-from headway.core.strategies.parts import find_blocks
+from headway.core.strategies.blocks import find_blocks
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from headway.core.runtime import process
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
-from headway.core.strategies.fully_sharded.dtensors import put_whole
+from headway.core.strategies.fully_sharded.dtensors import copy_full_values
 from headway.core.training.prepared.model import PreparedShard
 from headway.core.training.whole_weights import WholeWeights
 from headway.errors import UnsupportedError
@@ -169,7 +169,7 @@ def _load_encoders(model: Any) -> Iterator[None]:
     with torch.no_grad():
         for name, tensor in full_tensors.items():
             if tensor._version != versions[name]:  # values were copied into it
-                put_whole(shards[name].detach(), tensor.detach())
+                copy_full_values(shards[name].detach(), tensor.detach())
 
 
 # ---------------------------------------------------------------- saving

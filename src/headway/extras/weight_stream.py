@@ -13,7 +13,7 @@ import torch
 
 from headway.common.text import parse_bytes
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.strategies.parts import find_outermost
+from headway.core.strategies.blocks import find_outermost
 from headway.core.training.gathered_tensors import GatheredTensor, iterate_buckets, pass_by_all, wrap_sharded
 from headway.core.training.interfaces import WeightBuckets
 from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items, unwrap_compiled

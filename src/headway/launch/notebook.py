@@ -22,7 +22,7 @@ from headway.common import env
 from headway.common.optional import require
 from headway.common.text import format_bytes
 from headway.core.config.launch import SETTINGS
-from headway.core.config.load import SettingValue, read_function_layer, resolve
+from headway.core.config.load import SettingValue, merge_layers, read_function_layer
 from headway.core.config.values import check_file_value
 from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
@@ -125,7 +125,7 @@ def notebook_launcher(
         # The new processes must find the function's module, so they get this process's sys.path.
         environment["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         program = Program("headway.launch.cell", (folder,), "module")
-        resolved = resolve([layer, read_function_layer(environment)])
+        resolved = merge_layers([layer, read_function_layer(environment)])
         planned = plan.make_plan(resolved, program, machine.inspect_machine(environment), environment)
         _report_used_memory()
         code = _run(planned, environment)

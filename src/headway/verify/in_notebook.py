@@ -16,7 +16,7 @@ from typing import Any
 from headway.common import env
 from headway.common.optional import require
 from headway.core.config.launch import SETTINGS
-from headway.core.config.load import SettingValue, resolve
+from headway.core.config.load import SettingValue, merge_layers
 from headway.core.config.values import check_file_value
 from headway.core.training.run import Run
 from headway.errors import ConfigError
@@ -125,7 +125,7 @@ def verify_function(
         def make_command(count: int, layout: str | None = None) -> LaunchCommand:
             values = {"num_processes": count, "cpu": is_on_cpu or None, "strategy": layout, "module": True}
             settings = {name: _check_setting(name, value) for name, value in values.items() if value is not None}
-            planned = make_plan(resolve([settings]), program, this_machine, {**environment, "PYTHONPATH": paths})
+            planned = make_plan(merge_layers([settings]), program, this_machine, {**environment, "PYTHONPATH": paths})
             variables = {**planned.additions, "PYTHONPATH": paths}
             return LaunchCommand(planned.argv, variables, (program.kind, program.target, *program.args), count)
 

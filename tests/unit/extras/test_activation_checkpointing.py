@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from headway import Accelerator, ActivationCheckpointing
-from headway.core.strategies.parts import find_blocks
+from headway.core.strategies.blocks import find_blocks
 from headway.errors import ConfigError, HeadwayError, StateError
 from headway.extras.activation_checkpointing import CheckpointedBlock
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.core.config.load import SettingValue, resolve
+from headway.core.config.load import SettingValue, merge_layers
 from headway.errors import ConfigError
 from headway.launch.clusters import ClusterTask, check_agreement, detect_cluster, parse_first_host
 from headway.launch.machine import Machine
@@ -28,7 +28,7 @@ def list_values(environment):
 def make_cluster_plan(environment, machine=CPU, **settings):
     cluster = detect_cluster(environment)
     layer = {name: SettingValue(value, f"command line: --{name}") for name, value in settings.items()}
-    return make_plan(resolve([layer, cluster.layer]), Program("train.py"), machine, environment, cluster)
+    return make_plan(merge_layers([layer, cluster.layer]), Program("train.py"), machine, environment, cluster)
 
 
 def test_no_cluster():
@@ -190,8 +190,8 @@ def test_file_that_contradicts_the_cluster_names_both():
     cluster = detect_cluster(SLURM)
     file = {"machine_rank": SettingValue(0, "file: c.yaml key machine_rank")}
     with pytest.raises(ConfigError, match=r"machine_rank=0 \(file: c.yaml .*contradicts 1 \(SLURM: SLURM_NODEID\)"):
-        check_agreement(resolve([file, cluster.layer]), cluster)
-    check_agreement(resolve([file, cluster.layer], force=True), cluster)
+        check_agreement(merge_layers([file, cluster.layer]), cluster)
+    check_agreement(merge_layers([file, cluster.layer], force=True), cluster)
 
 
 def test_without_a_cluster_each_machine_has_its_command():
@@ -199,7 +199,7 @@ def test_without_a_cluster_each_machine_has_its_command():
         "num_machines": SettingValue(2, "x"), "num_processes": SettingValue(4, "x"),
         "cpu": SettingValue(True, "x"), "quiet": SettingValue(False, "x"),
     }  # fmt: skip
-    texts = format_commands(resolve([layer]), Program("train.py", ("a b",)), "box", 4242)
+    texts = format_commands(merge_layers([layer]), Program("train.py", ("a b",)), "box", 4242)
     assert texts == [
         "headway launch --num_processes 4 --cpu --num_machines 2 --main_process_ip box --main_process_port 4242 "
         f"--machine_rank {rank} train.py 'a b'"

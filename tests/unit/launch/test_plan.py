@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from headway.core.config.load import SettingValue, resolve
+from headway.core.config.load import SettingValue, merge_layers
 from headway.errors import ConfigError
 from headway.launch.machine import Machine
 from headway.launch.plan import AgentOrder, Program, make_plan
@@ -17,7 +17,7 @@ SCRIPT = Program("train.py", ("--lr", "3e-4", "a b"))
 
 def build_plan(machine=CPU, program=SCRIPT, environment=None, force=False, **settings):
     layer = {name: SettingValue(value, f"command line: --{name}") for name, value in settings.items()}
-    return make_plan(resolve([layer], force=force), program, machine, environment or {})
+    return make_plan(merge_layers([layer], force=force), program, machine, environment or {})
 
 
 def decode_order(made):
@@ -284,6 +284,6 @@ def test_printed_plan_is_a_command_that_a_shell_runs():
 def test_warnings_of_backends_are_hidden_unless_requested(settings, environment, is_silent):
     layer = {name: SettingValue(value, "here") for name, value in settings.items()}
     planned = make_plan(
-        resolve([layer]), Program("train.py"), Machine("box", "/bin/python", 4, loopback="lo"), environment
+        merge_layers([layer]), Program("train.py"), Machine("box", "/bin/python", 4, loopback="lo"), environment
     )
     assert (planned.additions.get("TORCH_CPP_LOG_LEVEL") == "ERROR") is is_silent

@@ -459,7 +459,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             StateError: If values have one entry per sample and `loader` is not being iterated.
         """
         chosen = loader if loader is not None else self._training_step.windows.loader
-        if not use_gather_object and not is_per_sample(input_data, chosen, self._readers):
+        if not use_gather_object and not is_per_sample(input_data, chosen, self._shard_readers):
             return gather_and_cut(input_data, use_gather_object)
         try:
             return super().gather_for_metrics(input_data, use_gather_object, loader)

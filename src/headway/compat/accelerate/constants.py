@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headway.core.config.layout_choice import ResolvedLayout
-from headway.core.config.spelled import StringEnum
+from headway.core.config.string_enums import StringEnum
 from headway.core.runtime.process import ProcessRuntime
 
 MODEL_NAME = "pytorch_model"

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.common.callsite import find_call_site
-from headway.core.config.launch import MODES
+from headway.core.config.launch import COMPILE_MODES
 from headway.core.config.load import UNSET, resolve_run_setting
-from headway.core.config.spelled import DynamoBackend
+from headway.core.config.string_enums import DynamoBackend
 from headway.errors import ConfigError
 
 Backend = DynamoBackend | str | Callable[..., Any]
+"""Backend of torch.compile: a member of `DynamoBackend`, its name, or a function that compiles a graph."""
 
 
 @dataclass
@@ -42,9 +43,10 @@ class TorchDynamoPlugin:
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        given: Any = self.backend
-        named = given if given is None or _is_function(given) else parse_dynamo_backend(given).lower()
-        backend = _resolve_launched("dynamo_backend", named, "no", "backend")
+        requested: Any = self.backend
+        if requested is not None and not _is_function(requested):
+            requested = parse_dynamo_backend(requested).lower()
+        backend = _resolve_launched("dynamo_backend", requested, "no", "backend")
         self.backend = backend if _is_function(backend) else parse_dynamo_backend(backend)
         self.mode = _resolve_launched("dynamo_mode", self.mode, "default", "mode")
         self.fullgraph = bool(_resolve_launched("dynamo_use_fullgraph", self.fullgraph, False, "fullgraph"))
@@ -56,8 +58,8 @@ class TorchDynamoPlugin:
         self._check_mode()
 
     def _check_mode(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"mode={self.mode!r} of torch.compile is unknown; allowed: {', '.join(MODES)}")
+        if self.mode not in COMPILE_MODES:
+            raise ConfigError(f"mode={self.mode!r} of torch.compile is unknown; allowed: {', '.join(COMPILE_MODES)}")
         if self.mode == "default":
             return
         if self.options:
@@ -97,12 +99,12 @@ class TorchDynamoPlugin:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the settings as keyword arguments of `torch.compile`. If there are `options`, `mode` is left out."""
-        given: dict[str, Any] = {"backend": self.backend if _is_function(self.backend) else self.name}
+        kwargs: dict[str, Any] = {"backend": self.backend if _is_function(self.backend) else self.name}
         if self.options:
-            given["options"] = dict(self.options)
+            kwargs["options"] = dict(self.options)
         else:
-            given["mode"] = self.mode
-        return {**given, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "disable": self.disable}
+            kwargs["mode"] = self.mode
+        return {**kwargs, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "disable": self.disable}
 
 
 def parse_dynamo_backend(name: DynamoBackend | str | None) -> DynamoBackend:
@@ -144,6 +146,18 @@ def _is_function(backend: Any) -> bool:
     return callable(backend) and not isinstance(backend, str)
 
 
-def _resolve_launched(name: str, given: Any, default: Any, argument: str) -> Any:
-    origin = f"TorchDynamoPlugin({argument}={given!r}) at {find_call_site()}"
-    return resolve_run_setting(name, UNSET if given is None else given, default, code_origin=origin)[0]
+def _resolve_launched(name: str, value: Any, default: Any, argument: str) -> Any:
+    """Return the value of a setting from the script or the launcher.
+
+    Args:
+        name: Name of the launcher's setting.
+        value: Value of the script; None if it gives none.
+        default: Value if neither gives one.
+        argument: Name of the script's argument, for error messages.
+
+    Raises:
+        ConfigError: If the script contradicts the command line.
+    """
+    origin = f"TorchDynamoPlugin({argument}={value!r}) at {find_call_site()}"
+    resolved, _ = resolve_run_setting(name, UNSET if value is None else value, default, code_origin=origin)
+    return resolved

@@ -57,7 +57,7 @@ class EngineOptions:
     context: TorchContextParallelConfig | None = None
     float8: Float8Options | None = None
 
-    def without_loss_scaling(self) -> "EngineOptions":
+    def disable_loss_scaling(self) -> "EngineOptions":
         """Return these options with torch's GradScaler disabled, for engines that scale fp16 losses themselves."""
         return replace(self, scaler=replace(self.scaler, enabled=False))
 
@@ -74,16 +74,19 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
     Raises:
         ConfigError: If an object has an unknown class, or two have the same class.
     """
-    kinds: dict[str, type] = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(EngineOptions).items()}
-    chosen: dict[str, Any] = {}
-    usual = {name: kind().freeze_copy() for name, kind in kinds.items() if issubclass(kind, KwargsHandler)}
-    for given in handlers or []:
-        handler = given.options if isinstance(given, AORecipeKwargs) else given
-        name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
-        if name is None:
-            allowed = ", ".join(kind.__name__ for kind in kinds.values())
+    classes: dict[str, type] = {}
+    for name, hint in get_type_hints(EngineOptions).items():
+        alternatives = get_args(hint)  # of `Options | None`; empty for a plain class
+        classes[name] = alternatives[0] if alternatives else hint
+    defaults = {name: each().freeze_copy() for name, each in classes.items() if issubclass(each, KwargsHandler)}
+    options: dict[str, Any] = {}
+    for each in handlers or []:
+        handler = each.options if isinstance(each, AORecipeKwargs) else each
+        name = next((name for name, option_class in classes.items() if isinstance(handler, option_class)), "")
+        if not name:
+            allowed = ", ".join(option_class.__name__ for option_class in classes.values())
             raise ConfigError(f"kwargs_handlers contains a {type(handler).__name__}; allowed: {allowed}")
-        if name in chosen:
-            raise ConfigError(f"kwargs_handlers contains two {kinds[name].__name__}; give one")
-        chosen[name] = handler.freeze_copy() if isinstance(handler, KwargsHandler) else handler
-    return EngineOptions(**usual | chosen)
+        if name in options:
+            raise ConfigError(f"kwargs_handlers contains two {classes[name].__name__}; give one")
+        options[name] = handler.freeze_copy() if isinstance(handler, KwargsHandler) else handler
+    return EngineOptions(**defaults | options)

@@ -14,15 +14,16 @@ from headway.errors import ConfigError
 
 FILE_NAME = "default_config.yaml"
 KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
+"""Names of the settings that may appear in a config file."""
 
-_LARGEST = 2**20
+_MAX_BYTES = 2**20
 """Maximum size of a config file, in bytes."""
 
-_DEEPEST = 18
+_MAX_DEPTH = 18
 """Maximum nesting depth of a config file, including the levels of the YAML stream and document."""
 
 
-_LONGEST = 1000
+_MAX_VALUE_LENGTH = 1000
 """Maximum number of characters in an unquoted value. Python refuses to convert integers with more than 4300 digits."""
 
 
@@ -49,36 +50,39 @@ def _explain_nothing(key: str) -> str:
 
 
 def read_file_layer(
-    named: str | None, environment: Mapping[str, str], explain: Explain = _explain_nothing
+    file: str | None, environment: Mapping[str, str], explain: Explain = _explain_nothing
 ) -> dict[str, SettingValue]:
     """Return the settings in the config file, each with its origin.
 
     Args:
-        named: Path that the user gave. None: the default file if it exists.
+        file: Path that the user gave. None: the default file if it exists.
         environment: Environment variables, which determine the default file.
         explain: Function that returns hints for unknown keys that belong to another library. Default: no hints.
 
     Raises:
-        ConfigError: If a named file does not exist, or the file cannot be read or contains an unknown key or an invalid
+        ConfigError: If `file` does not exist, or the file cannot be read or contains an unknown key or an invalid
             value.
     """
-    path = Path(named) if named is not None else find_default_file(environment)
-    if named is None and not os.path.exists(path):  # os.path.exists is False, not an error, if the path is too long
+    path = Path(file) if file is not None else find_default_file(environment)
+    if file is None and not os.path.exists(path):  # os.path.exists is False, not an error, if the path is too long
         return {}
     content = read_config(path)
-    return parse_config(content, _name_of_original(content) or str(path), explain)
+    return parse_config(content, _find_original_name(content) or str(path), explain)
 
 
-_TRANSLATED = "# Translated by Headway from "
+_TRANSLATION_COMMENT = "# Translated by Headway from "
+"""Start of the first line of a config file that was translated from another library's file, whose name follows."""
 
 
-def _name_of_original(content: bytes) -> str:
+def _find_original_name(content: bytes) -> str:
     """Return the name of the file from which this config file was translated, with " (translated)" appended.
 
     Return "" if the content was not translated from another library's config file.
     """
-    first = content.partition(b"\n")[0].decode("utf-8", "replace")
-    return f"{first.removeprefix(_TRANSLATED).strip()} (translated)" if first.startswith(_TRANSLATED) else ""
+    first_line = content.partition(b"\n")[0].decode("utf-8", "replace")
+    if not first_line.startswith(_TRANSLATION_COMMENT):
+        return ""
+    return f"{first_line.removeprefix(_TRANSLATION_COMMENT).strip()} (translated)"
 
 
 def read_config(path: Path) -> bytes:
@@ -88,7 +92,7 @@ def read_config(path: Path) -> bytes:
         ConfigError: If the file cannot be read.
     """
     try:
-        return read_regular_file(path, _LARGEST, ConfigError)
+        return read_regular_file(path, _MAX_BYTES, ConfigError)
     except ConfigError as error:
         raise ConfigError(f"the config file {error}; correct the path") from error
 
@@ -108,7 +112,7 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        _check_shape(yaml.parse(content, Loader=loader), name)
+        _check_events(yaml.parse(content, Loader=loader), name)
         data = yaml.load(content, Loader=loader)
     except ConfigError:
         raise
@@ -125,7 +129,7 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
     return data
 
 
-def _check_shape(events: Iterable[Any], name: str) -> None:
+def _check_events(events: Iterable[Any], name: str) -> None:
     """Raise `ConfigError` for YAML that would exhaust the stack or memory, or take very long to parse.
 
     Such YAML contains deep nesting, aliases or huge numbers.
@@ -139,13 +143,13 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
     """
     depth = 0
     for event in events:
-        kind = type(event).__name__
+        kind = type(event).__name__  # such as MappingStartEvent
         depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise ConfigError(
-                f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting per line"
+                f"the config file {name} is nested more than {_MAX_DEPTH - 2} levels deep; write one setting per line"
             )
-        if kind == "ScalarEvent" and not event.style and len(event.value) > _LONGEST:
+        if kind == "ScalarEvent" and not event.style and len(event.value) > _MAX_VALUE_LENGTH:
             raise ConfigError(
                 f"the config file {name} contains a number or word that no setting accepts: {shorten_repr(event.value)}"
             )
@@ -183,8 +187,9 @@ def read_settings(
         ConfigError: If a key is unknown or a value is invalid.
     """
     layer = {}
-    for given, value in mapping.items():
-        origin, key = f"file: {name} key {given}", EARLIER_NAMES.get(given, given)
+    for written_key, value in mapping.items():
+        origin = f"file: {name} key {written_key}"
+        key = EARLIER_NAMES.get(written_key, written_key)
         if key not in KEYS:
             hint = explain(key) or suggest_word(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
             raise ConfigError(f"{key} ({origin}) is not a setting{hint}")
@@ -203,8 +208,9 @@ def format_config(config: LaunchConfig, original: str | None = None) -> str:
     """
     import yaml
 
-    translated = [f"{_TRANSLATED}{' '.join(original.split())}"] if original else []
-    lines = [*translated, "# Written by `headway config`; `headway config show` prints each value with its origin."]
+    lines = ["# Written by `headway config`; `headway config show` prints each value with its origin."]
+    if original:
+        lines.insert(0, f"{_TRANSLATION_COMMENT}{' '.join(original.split())}")
     for key in KEYS:
         if config.is_set(key):
             value = getattr(config, key)

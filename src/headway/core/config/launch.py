@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from headway.common import env
 from headway.core.config import mesh
-from headway.core.config.spelled import DynamoBackend
+from headway.core.config.string_enums import DynamoBackend
 
 # ruff: noqa: RUF009
 
@@ -37,6 +37,7 @@ Kind = Literal["integer", "number", "text", "switch", "truth", "choice"]
 T = TypeVar("T")
 
 Maybe: TypeAlias = T | Literal[Unset.UNSET]
+"""Type of a setting that may have no value."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class LaunchSetting:
         maximum: Largest allowed number.
         is_for_workers: Whether the launcher passes the setting to the workers.
         is_for_files: Whether the setting may appear in a config file and in the environment.
-        is_usual: Whether the short help lists the setting.
-        read: Function that validates and normalizes the value of a "text" setting. Raises ConfigError.
+        is_in_short_help: Whether the short help lists the setting.
+        normalize: Function that returns the canonical spelling of a "text" setting, and raises ConfigError if the value
+            is not allowed. None: any text is allowed.
     """
 
     name: str
@@ -71,8 +73,8 @@ class LaunchSetting:
     maximum: int = 2**31 - 1
     is_for_workers: bool = False
     is_for_files: bool = True
-    is_usual: bool = False
-    read: Callable[[str], str] | None = None
+    is_in_short_help: bool = False
+    normalize: Callable[[str], str] | None = None
 
     @property
     def flag(self) -> str:
@@ -103,8 +105,9 @@ DEFAULT_GRACE = 300.0
 """Default number of seconds that ranks may use to save a checkpoint after the launcher has received a signal."""
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
+"""Allowed values of `mixed_precision`."""
 
-OF_SHARDS = tuple(
+SHARDING_SETTINGS = tuple(
     """
     fsdp_reshard_after_forward fsdp_offload_params fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap
     fsdp_min_num_params
@@ -112,7 +115,7 @@ OF_SHARDS = tuple(
 )
 """Settings that apply only to sharded layouts."""
 
-OF_DEEPSPEED = tuple(
+DEEPSPEED_SETTINGS = tuple(
     """
     deepspeed_config_file offload_optimizer_device offload_param_device offload_optimizer_nvme_path
     offload_param_nvme_path gradient_clipping
@@ -120,18 +123,24 @@ OF_DEEPSPEED = tuple(
 )
 """Settings that only DeepSpeed reads."""
 
-OFFLOADS = ("none", "cpu", "nvme")
+OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 
-ROTATIONS = ("allgather", "alltoall")
+CP_EXCHANGES = ("allgather", "alltoall")
 """Allowed ways to exchange keys and values in torch's ring attention."""
 
-WRAPPING = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 
-BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
+COMPILE_BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
-_HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Several machines", "Failures, logs", "Script"
+_HARDWARE, _TRAINING, _MACHINES, _FAILURES, _SCRIPT = (
+    "Hardware",
+    "Training",
+    "Several machines",
+    "Failures, logs",
+    "Script",
+)
 
 _LAYOUT = "Layout"
 
@@ -152,9 +161,10 @@ def _make_setting_field(
             and for the layout, False in the other groups.
         more: Other attributes of the `LaunchSetting`.
     """
-    reads = group in (_TRAINING, _LAYOUT) if is_for_workers is None else is_for_workers
-    about = {"group": group, "text": text, "is_for_workers": reads, **more}
-    return field(default=UNSET, metadata={"setting": about, "takes_value": takes_value})
+    if is_for_workers is None:
+        is_for_workers = group in (_TRAINING, _LAYOUT)
+    attributes = {"group": group, "text": text, "is_for_workers": is_for_workers, **more}
+    return field(default=UNSET, metadata={"setting": attributes, "takes_value": takes_value})
 
 
 @dataclass(frozen=True)
@@ -167,17 +177,17 @@ class LaunchConfig:
         default="one per visible accelerator; 1 per machine without any",
         short="-n",
         minimum=1,
-        is_usual=True,
+        is_in_short_help=True,
     )
     cpu: Maybe[bool] = _make_setting_field(
-        _HARDWARE, "Compute on the CPU, even if there are accelerators.", is_for_workers=True, is_usual=True
+        _HARDWARE, "Compute on the CPU, even if there are accelerators.", is_for_workers=True, is_in_short_help=True
     )
     multi_gpu: Maybe[bool] = _make_setting_field(_HARDWARE, "Refuse to start if there are no accelerators.")
     gpu_ids: Maybe[str] = _make_setting_field(
         _HARDWARE,
         "Accelerators of this machine to use, such as 0,1.",
         default="all visible",
-        is_usual=True,
+        is_in_short_help=True,
     )
     num_cpu_threads_per_process: Maybe[int] = _make_setting_field(
         _HARDWARE,
@@ -193,13 +203,16 @@ class LaunchConfig:
         "Precision of the forward pass.",
         default="no",
         choices=PRECISIONS,
-        is_usual=True,
+        is_in_short_help=True,
     )
     dynamo_backend: Maybe[str] = _make_setting_field(
-        _TRAINING, "Compile models with torch.compile and this backend.", default="no", choices=BACKENDS
+        _TRAINING, "Compile models with torch.compile and this backend.", default="no", choices=COMPILE_BACKENDS
     )
     dynamo_mode: Maybe[str] = _make_setting_field(
-        _TRAINING, "Mode of torch.compile, which decides what inductor optimizes.", default="default", choices=MODES
+        _TRAINING,
+        "Mode of torch.compile, which decides what inductor optimizes.",
+        default="default",
+        choices=COMPILE_MODES,
     )
     dynamo_use_fullgraph: Maybe[bool] = _make_setting_field(
         _TRAINING, "Compile to a single graph. Code that cannot be compiled raises an error."
@@ -211,10 +224,10 @@ class LaunchConfig:
         _TRAINING, "Compile only a model's repeated blocks, once for all of them."
     )
     gradient_accumulation_steps: Maybe[int] = _make_setting_field(
-        _TRAINING, "Micro-batches per update.", default="1", minimum=1, is_usual=True
+        _TRAINING, "Micro-batches per update.", default="1", minimum=1, is_in_short_help=True
     )
     activation_checkpointing: Maybe[bool] = _make_setting_field(
-        _TRAINING, "Keep only the inputs of blocks; recompute the rest in backward.", is_usual=True
+        _TRAINING, "Keep only the inputs of blocks; recompute the rest in backward.", is_in_short_help=True
     )
     activation_checkpointing_offload: Maybe[bool] = _make_setting_field(
         _TRAINING, "With --activation_checkpointing, keep the inputs of blocks in host memory."
@@ -225,8 +238,8 @@ class LaunchConfig:
         "machines, replicas of these), tp (matrices split), or terms joined by +: fsdp+tp=2. One size may be omitted. zero1, zero2, "
         "zero3, deepspeed: with DeepSpeed.",
         default="ddp",
-        is_usual=True,
-        read=mesh.normalize_strategy,
+        is_in_short_help=True,
+        normalize=mesh.normalize_strategy,
     )
     fsdp_reshard_after_forward: Maybe[bool] = _make_setting_field(
         _LAYOUT,
@@ -244,7 +257,7 @@ class LaunchConfig:
         _LAYOUT,
         "FSDP: units that are gathered together: blocks of the named classes, modules above a size, or the whole model.",
         default="the model's repeated blocks",
-        choices=WRAPPING,
+        choices=WRAP_POLICIES,
     )
     fsdp_transformer_layer_cls_to_wrap: Maybe[str] = _make_setting_field(
         _LAYOUT, "FSDP: class names of the blocks to gather as units, separated by commas."
@@ -259,14 +272,20 @@ class LaunchConfig:
         _LAYOUT,
         "Context parallelism: how ranks exchange keys and values in torch's ring attention.",
         default="allgather",
-        choices=ROTATIONS,
+        choices=CP_EXCHANGES,
     )
     deepspeed_config_file: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: path of its JSON configuration.")
     offload_optimizer_device: Maybe[str] = _make_setting_field(
-        _LAYOUT, "DeepSpeed: device for the optimizer state.", default="none: on the accelerator", choices=OFFLOADS
+        _LAYOUT,
+        "DeepSpeed: device for the optimizer state.",
+        default="none: on the accelerator",
+        choices=OFFLOAD_DEVICES,
     )
     offload_param_device: Maybe[str] = _make_setting_field(
-        _LAYOUT, "DeepSpeed, zero3: device for the parameters.", default="none: on the accelerator", choices=OFFLOADS
+        _LAYOUT,
+        "DeepSpeed, zero3: device for the parameters.",
+        default="none: on the accelerator",
+        choices=OFFLOAD_DEVICES,
     )
     offload_optimizer_nvme_path: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: folder for nvme offloading.")
     offload_param_nvme_path: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: folder for nvme offloading.")
@@ -274,7 +293,7 @@ class LaunchConfig:
         _LAYOUT, "DeepSpeed: maximum norm of the gradients. With other layouts, call clip_grad_norm_.", minimum=0
     )
     num_machines: Maybe[int] = _make_setting_field(
-        _MACHINES, "Number of machines in this run.", default="1", minimum=1, is_usual=True
+        _MACHINES, "Number of machines in this run.", default="1", minimum=1, is_in_short_help=True
     )
     min_machines: Maybe[int] = _make_setting_field(
         _MACHINES,
@@ -310,53 +329,53 @@ class LaunchConfig:
         is_for_files=False,
     )
     max_restarts: Maybe[int] = _make_setting_field(
-        _CARE,
+        _FAILURES,
         "Number of times that all processes are restarted after a failure.",
         default="0",
         minimum=0,
-        is_usual=True,
+        is_in_short_help=True,
     )
     timeout: Maybe[float] = _make_setting_field(
-        _CARE,
+        _FAILURES,
         "Seconds that ranks wait for another rank, and machines for another machine at the start. 0: no limit.",
         default="600",
         minimum=0,
         is_for_workers=True,
     )
     monitor_interval: Maybe[float] = _make_setting_field(
-        _CARE, "Seconds between two checks of the processes.", default="0.1", minimum=0
+        _FAILURES, "Seconds between two checks of the processes.", default="0.1", minimum=0
     )
     machine_timeout: Maybe[float] = _make_setting_field(
-        _CARE, "Seconds without a heartbeat after which another machine counts as lost.", default="30", minimum=3
+        _FAILURES, "Seconds without a heartbeat after which another machine counts as lost.", default="30", minimum=3
     )
     grace: Maybe[float] = _make_setting_field(
-        _CARE,
+        _FAILURES,
         "Seconds that ranks have to save a checkpoint after the launcher has received SIGTERM or SIGUSR1.",
         default="300",
         minimum=1,
     )
     log_dir: Maybe[str] = _make_setting_field(
-        _CARE, "Folder for one log file per rank and failure.json.", is_usual=True
+        _FAILURES, "Folder for one log file per rank and failure.json.", is_in_short_help=True
     )
     tee: Maybe[str] = _make_setting_field(
-        _CARE,
+        _FAILURES,
         "Contents of the log files: 0 nothing, 1 stdout, 2 stderr, 3 both.",
         default="3 with --log_dir",
         short="-t",
         choices=("0", "1", "2", "3"),
     )
     metrics_port: Maybe[int] = _make_setting_field(
-        _CARE, "Port on 127.0.0.1 at which Prometheus can read updates, loss, speed and memory.", minimum=1
+        _FAILURES, "Port on 127.0.0.1 at which Prometheus can read updates, loss, speed and memory.", minimum=1
     )
     role: Maybe[str] = _make_setting_field(
-        _CARE, "Word before the rank in the prefix of output lines, as in [rank 0].", default="rank"
+        _FAILURES, "Word before the rank in the prefix of output lines, as in [rank 0].", default="rank"
     )
     debug: Maybe[bool] = _make_setting_field(
-        _CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL). Slow."
+        _FAILURES, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL). Slow."
     )
-    quiet: Maybe[bool] = _make_setting_field(_CARE, "Do not print the banner.", short="-q")
+    quiet: Maybe[bool] = _make_setting_field(_FAILURES, "Do not print the banner.", short="-q")
     module: Maybe[bool] = _make_setting_field(
-        _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False, is_usual=True
+        _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False, is_in_short_help=True
     )
     no_python: Maybe[bool] = _make_setting_field(
         _SCRIPT, "SCRIPT is an executable program, not a Python file.", is_for_files=False
@@ -377,12 +396,21 @@ class LaunchConfig:
 _KINDS: dict[type, Kind] = {int: "integer", float: "number", bool: "switch", str: "text"}
 
 
-def _describe_field(name: str, annotation: Any, about: Mapping[str, Any]) -> LaunchSetting:
-    """Return the `LaunchSetting` that describes a field. Its kind is derived from the field's type annotation."""
-    kind = _KINDS[get_args(annotation)[0]]
-    if "choices" in about["setting"]:
+def _describe_field(name: str, annotation: Any, metadata: Mapping[str, Any]) -> LaunchSetting:
+    """Return the `LaunchSetting` that describes a field.
+
+    Args:
+        name: Name of the field.
+        annotation: Type annotation of the field, such as `Maybe[int]`, from which the kind is derived.
+        metadata: Metadata of the field, from `_make_setting_field`.
+    """
+    value_type, *_ = get_args(annotation)
+    kind = _KINDS[value_type]
+    if "choices" in metadata["setting"]:
         kind = "choice"
-    return LaunchSetting(name, "truth" if about["takes_value"] else kind, **about["setting"])
+    elif metadata["takes_value"]:
+        kind = "truth"
+    return LaunchSetting(name, kind, **metadata["setting"])
 
 
 SETTINGS: Mapping[str, LaunchSetting] = {

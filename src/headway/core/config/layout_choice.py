@@ -23,7 +23,7 @@ from headway.core.config import mesh
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.core.config.engine_plugin import EnginePlugin
 from headway.core.config.engines import EngineOptions
-from headway.core.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
+from headway.core.config.launch import DEEPSPEED_SETTINGS, SHARDING_SETTINGS, UNSET, WRAP_POLICIES
 from headway.core.config.load import (
     COMMAND_LINE,
     read_ranks_per_machine,
@@ -37,7 +37,7 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_INNER = ("tp", "cp", "ep", "pp")
+_INNER_AXES = ("tp", "cp", "ep", "pp")
 """Axes that split a fixed number of items, such as heads.
 
 If a run has lost ranks, the remaining ranks are distributed to the axes in this order.
@@ -50,62 +50,72 @@ def find_launched_ranks(num_ranks: int) -> int | None:
     Args:
         num_ranks: Current number of ranks.
     """
-    asked = read_requested_num_processes()
-    return asked[-1] if asked is not None and num_ranks in asked[:-1] else None
+    allowed = read_requested_num_processes()
+    if allowed is None:
+        return None
+    max_ranks = allowed[-1]
+    return max_ranks if num_ranks in allowed and num_ranks < max_ranks else None
 
 
-def resolve_on_ranks(asked: ParsedLayout, num_ranks: int, ranks_per_machine: int) -> Layout:
+def resolve_on_ranks(requested: ParsedLayout, num_ranks: int, ranks_per_machine: int) -> Layout:
     """Return the layout for the current number of ranks: as requested, or adapted if machines were lost.
 
     Args:
-        asked: Requested layout.
+        requested: Requested layout.
         num_ranks: Current number of ranks over all machines.
         ranks_per_machine: Number of ranks on each machine.
 
     Raises:
         ConfigError: If the sizes do not fit and no rank was lost.
     """
-    launched = find_launched_ranks(num_ranks)
-    if launched is None:
-        return asked.resolve(num_ranks, ranks_per_machine)
-    return shrink_layout(asked, launched, num_ranks, ranks_per_machine)
+    num_launched = find_launched_ranks(num_ranks)
+    if num_launched is None:
+        return requested.resolve(num_ranks, ranks_per_machine)
+    return shrink_layout(requested, num_launched, num_ranks, ranks_per_machine)
 
 
-def shrink_layout(asked: ParsedLayout, launched: int, left: int, ranks_per_machine: int | None = None) -> Layout:
+def shrink_layout(
+    requested: ParsedLayout, num_launched: int, num_remaining: int, ranks_per_machine: int | None = None
+) -> Layout:
     """Return the layout with which a run continues after it has lost ranks.
 
     Args:
-        asked: Layout with which the run was launched.
-        launched: Number of ranks at launch.
-        left: Number of ranks that remain.
+        requested: Layout with which the run was launched.
+        num_launched: Number of ranks at launch.
+        num_remaining: Number of ranks that remain.
         ranks_per_machine: Number of ranks on each machine. None: all ranks are on one machine.
     """
-    whole = asked.resolve(launched, ranks_per_machine)
-    as_asked = _try_resolve(asked, left, ranks_per_machine)
-    if as_asked is not None and not any(_get_size(whole, axis) % _get_size(as_asked, axis) for axis in _INNER):
-        return as_asked
-    inner: dict[str, int] = {}
-    rest, lost = left, 1
-    for axis in _INNER:
-        inner[axis] = gcd(_get_size(whole, axis), rest)
-        rest //= inner[axis]
-        lost *= _get_size(whole, axis) // inner[axis]
-    if whole.is_replicas_only:
-        return Layout(replicate=rest)
-    if whole.pp > 1:
-        return Layout(shard=left)
-    wanted = whole.shard * lost  # parts that the inner axes no longer split are sharded instead
-    shard = next(size for size in range(min(wanted, rest), rest + 1) if rest % size == 0)
-    return Layout(replicate=rest // shard, shard=shard, **inner)
+    launched = requested.resolve(num_launched, ranks_per_machine)
+    unchanged = _resolve_or_none(requested, num_remaining, ranks_per_machine)
+    if unchanged is not None:
+        has_divisors = all(_get_size(launched, axis) % _get_size(unchanged, axis) == 0 for axis in _INNER_AXES)
+        if has_divisors:
+            return unchanged
+    inner_sizes: dict[str, int] = {}
+    num_free = num_remaining  # ranks that the inner axes do not use
+    shrink_factor = 1  # factor by which the inner axes together have become smaller
+    for axis in _INNER_AXES:
+        size = _get_size(launched, axis)
+        inner_sizes[axis] = gcd(size, num_free)
+        num_free //= inner_sizes[axis]
+        shrink_factor *= size // inner_sizes[axis]
+    if launched.is_replicas_only:
+        return Layout(replicate=num_free)
+    if launched.pp > 1:
+        return Layout(shard=num_remaining)
+    # Parts that the inner axes no longer split are sharded instead, so that no rank has a larger part of the model.
+    min_shards = launched.shard * shrink_factor
+    shard = next(size for size in range(min(min_shards, num_free), num_free + 1) if num_free % size == 0)
+    return Layout(replicate=num_free // shard, shard=shard, **inner_sizes)
 
 
 def _get_size(layout: Layout, axis: str) -> int:
     return int(getattr(layout, axis))
 
 
-def _try_resolve(asked: ParsedLayout, left: int, ranks_per_machine: int | None) -> Layout | None:
+def _resolve_or_none(requested: ParsedLayout, num_ranks: int, ranks_per_machine: int | None) -> Layout | None:
     try:
-        return asked.resolve(left, ranks_per_machine)
+        return requested.resolve(num_ranks, ranks_per_machine)
     except ConfigError:
         return None
 
@@ -119,30 +129,35 @@ def warn_of_change(text: str, layout: Layout, num_ranks: int, ranks_per_machine:
         num_ranks: Current number of ranks over all machines.
         ranks_per_machine: Number of ranks on each machine.
     """
-    launched = find_launched_ranks(num_ranks)
-    if launched is not None and (change := describe_change(text, layout, launched, num_ranks, ranks_per_machine)):
+    num_launched = find_launched_ranks(num_ranks)
+    if num_launched is None:
+        return
+    change = describe_change(text, layout, num_launched, num_ranks, ranks_per_machine)
+    if change:
         log.warning_once("%s", change)
 
 
-def describe_change(text: str, layout: Layout, launched: int, left: int, ranks_per_machine: int | None = None) -> str:
+def describe_change(
+    text: str, layout: Layout, num_launched: int, num_remaining: int, ranks_per_machine: int | None = None
+) -> str:
     """Return a sentence that describes how the layout changed, or "" if the layout is as requested.
 
     Args:
         text: Requested layout.
         layout: Layout with which the run continues.
-        launched: Number of ranks at launch.
-        left: Number of ranks that remain.
+        num_launched: Number of ranks at launch.
+        num_remaining: Number of ranks that remain.
         ranks_per_machine: Number of ranks on each machine. None: all ranks are on one machine.
     """
-    if _try_resolve(parse_layout(text), left, ranks_per_machine) == layout:
+    if _resolve_or_none(parse_layout(text), num_remaining, ranks_per_machine) == layout:
         return ""
-    now = f"{format_sizes(layout.sizes)} ({layout.describe()})"
-    return f"layout {text} of {launched} ranks does not fit {left}: the run continues with {now}"
+    new_layout = f"{format_sizes(layout.sizes)} ({layout.describe()})"
+    return f"layout {text} of {num_launched} ranks does not fit {num_remaining}: the run continues with {new_layout}"
 
 
-WHOLE_MODEL = 2**62
+WHOLE_MODEL_SIZE = 2**62
 """Minimum size of an FSDP unit, in parameters, that is larger than any module. The model is then a single unit."""
-_PARAMETERS = 100_000_000
+_DEFAULT_UNIT_SIZE = 100_000_000
 """Accelerate's default for the minimum number of parameters in an FSDP unit."""
 
 MEGATRON = (
@@ -230,8 +245,12 @@ class RequestedLayout:
         self.origin = origin
         self._deepspeed_plugin = deepspeed_plugin
         self.request = LayoutRequest()
-        given = dict(zip(_PLUGINS, (fsdp_plugin, parallelism_config, torch_tp_plugin)))
-        self._plugins = {name: plugin for name, plugin in given.items() if plugin is not None}
+        arguments = {
+            "fsdp_plugin": fsdp_plugin,
+            "parallelism_config": parallelism_config,
+            "torch_tp_plugin": torch_tp_plugin,
+        }
+        self._plugins = {name: plugin for name, plugin in arguments.items() if plugin is not None}
         for name, plugin in self._plugins.items():
             if getattr(plugin, "argument", None) != name:
                 raise _make_type_error(name, plugin, f"headway.{_PLUGINS[name]}(...)")
@@ -242,7 +261,8 @@ class RequestedLayout:
             self.request.use_deepspeed("deepspeed_plugin")
         for key, reason in self.request.refused.items():
             raise UnsupportedError(f"{key}: {reason}")
-        self._asked = self.request.find_strategy()
+        # Strategy that the plugins request and the keys that request it; None if they request none.
+        self._plugin_request = self.request.find_strategy()
 
     def _normalize_strategy(self, strategy: str) -> str:
         try:
@@ -264,7 +284,7 @@ class RequestedLayout:
         """
         text, layout = self.choose_layout(num_ranks, ranks_on_machine)
         if find_launched_ranks(num_ranks) is None:
-            _check_typed(text, layout)
+            _check_command_line_options(text, layout)
         elif mesh.find_entry_point(text) is None:
             warn_of_change(text, layout, num_ranks, read_ranks_per_machine() or ranks_on_machine)
         if self.request.ignored:
@@ -306,19 +326,20 @@ class RequestedLayout:
             return resolve_on_ranks(mesh.parse_layout(text), num_ranks, read_ranks_per_machine() or ranks_on_machine)
 
         strategy = self._find_script_strategy(resolve_text)
-        launched, launched_by = resolve_run_setting("strategy", UNSET, None)
+        launched, _ = resolve_run_setting("strategy", UNSET, None)
         if strategy is not None and launched is not None:
-            strategy = self._match_launched(strategy, launched, launched_by, resolve_text)
-        origin = (
-            self.origin if self._strategy is not None or self._asked is None else f"{self._asked[1]} of {self.origin}"
-        )
-        text, found_by = resolve_run_setting(
+            strategy = self._match_launched(strategy, launched, resolve_text)
+        origin = self.origin
+        if self._strategy is None and self._plugin_request is not None:
+            _, keys = self._plugin_request
+            origin = f"{keys} of {self.origin}"
+        text, text_origin = resolve_run_setting(
             "strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin
         )
         try:
             return text, resolve_text(text)
         except ConfigError as error:
-            raise ConfigError(f"{error} ({found_by})") from None
+            raise ConfigError(f"{error} ({text_origin})") from None
 
     def _find_script_strategy(self, resolve: Callable[[str], Layout]) -> str | None:
         """Return the strategy that the script requests with `strategy` or plugins, or None if it requests none.
@@ -326,50 +347,52 @@ class RequestedLayout:
         Raises:
             ConfigError: If `strategy` contradicts a plugin.
         """
-        if self._strategy is None or self._asked is None:
-            return self._strategy if self._asked is None else self._asked[0]
-        wanted, keys = self._asked
-        is_outside = mesh.find_entry_point(self._strategy) is not None
-        asked = mesh.parse_layout("ddp" if is_outside else self._strategy)
-        if wanted == "deepspeed":
+        if self._plugin_request is None:
+            return self._strategy
+        plugin_strategy, keys = self._plugin_request
+        if self._strategy is None:
+            return plugin_strategy
+        is_registered = mesh.find_entry_point(self._strategy) is not None
+        requested = mesh.parse_layout("ddp" if is_registered else self._strategy)
+        if plugin_strategy == "deepspeed":
             fits = self._strategy in mesh.ENGINES
         elif self.request.has_sizes:
-            fits = resolve(self._strategy) == resolve(wanted)
-        elif wanted == "ddp":
-            fits = not asked.sizes.keys() - {"replicate"}
+            fits = resolve(self._strategy) == resolve(plugin_strategy)
+        elif plugin_strategy == "ddp":
+            fits = not requested.sizes.keys() - {"replicate"}
         else:
-            fits = set(mesh.parse_layout(wanted).sizes) <= set(asked.sizes)
+            fits = set(mesh.parse_layout(plugin_strategy).sizes) <= set(requested.sizes)
         if not fits:
             raise ConfigError(
-                f"strategy={self._strategy!r} contradicts {wanted!r} from {keys} in {self.origin}; keep one of them"
+                f"strategy={self._strategy!r} contradicts {plugin_strategy!r} from {keys} in {self.origin}; keep one of them"
             )
         return self._strategy
 
-    def _match_launched(self, said: str, launched: str, told_by: str, resolve: Callable[[str], Layout]) -> str:
+    def _match_launched(self, script_strategy: str, launched: str, resolve: Callable[[str], Layout]) -> str:
         """Return the launcher's strategy if it agrees with the script's strategy, else the script's strategy.
 
         They agree if they give the same layout on this run's ranks. They also agree if the script requests only a
         sharded layout without sizes, or DeepSpeed without a stage, and the launcher requests it in more detail.
 
         Args:
-            said: Strategy that the script requests.
+            script_strategy: Strategy that the script requests.
             launched: Strategy that the launcher requests.
-            told_by: Origin of the launcher's strategy.
             resolve: Function that returns the layout of a strategy on this run's ranks.
         """
-        if said == launched:
-            return said
-        is_only_sharded = self._strategy is None and not self.request.has_sizes and said == "fsdp"
+        if script_strategy == launched:
+            return script_strategy
+        is_only_sharded = self._strategy is None and not self.request.has_sizes and script_strategy == "fsdp"
         if is_only_sharded and mesh.find_entry_point(launched) is None and "shard" in mesh.parse_layout(launched).sizes:
             return launched
-        if said == "deepspeed" and launched in mesh.ENGINES:
+        if script_strategy == "deepspeed" and launched in mesh.ENGINES:
             return launched
-        if (said in mesh.ENGINES) != (launched in mesh.ENGINES):  # equal layouts, but different engines
-            return said
+        if (script_strategy in mesh.ENGINES) != (launched in mesh.ENGINES):  # equal layouts, but different engines
+            return script_strategy
         try:
-            return launched if resolve(launched) == resolve(said) else said
+            is_equal = resolve(launched) == resolve(script_strategy)
         except ConfigError:
-            return said
+            return script_strategy
+        return launched if is_equal else script_strategy
 
     # ---------------------------------------------------------------- options
 
@@ -412,35 +435,48 @@ class RequestedLayout:
                 f"kwargs_handlers and parallelism_config.cp_handler of {self.origin} contain two TorchContextParallelConfig; keep "
                 "one"
             )
-        found = given or handler or TorchContextParallelConfig()
-        code = UNSET if given is None and handler is None else found.cp_comm_strategy
-        word, _ = resolve_run_setting(
-            "cp_comm_strategy", code, None, code_origin=f"TorchContextParallelConfig of {self.origin}"
+        options = given or handler or TorchContextParallelConfig()
+        is_given = given is not None or handler is not None
+        exchange, _ = resolve_run_setting(
+            "cp_comm_strategy",
+            options.cp_comm_strategy if is_given else UNSET,
+            None,
+            code_origin=f"TorchContextParallelConfig of {self.origin}",
         )
-        return replace(found, cp_comm_strategy=word)
+        return replace(options, cp_comm_strategy=exchange)
 
-    def _decide_setting(self, name: str, code: Any = UNSET) -> Any:
-        value, key = self.request.settings.get(name, (code, name))
-        found, _ = resolve_run_setting(name, value, None, code_origin=f"{key} of {self.origin}")
-        return found
+    def _resolve_setting(self, name: str, code_value: Any = UNSET) -> Any:
+        """Return the value of a setting from a plugin, `kwargs_handlers` or the launcher, or None if none sets it.
+
+        Args:
+            name: Name of the setting.
+            code_value: Value from `kwargs_handlers`; UNSET if there is none. A plugin's value takes precedence.
+
+        Raises:
+            ConfigError: If the script contradicts the command line.
+        """
+        value, key = self.request.settings.get(name, (code_value, name))
+        resolved, _ = resolve_run_setting(name, value, None, code_origin=f"{key} of {self.origin}")
+        return resolved
 
     def _build_sharding(self, given: ShardingOptions, layout: Layout) -> ShardingOptions:
-        reshard = self._decide_setting("fsdp_reshard_after_forward", _unless_default(given, "reshard_after_forward"))
-        offload = self._decide_setting("fsdp_offload_params", _unless_default(given, "cpu_offload"))
-        units, number = self._choose_units(given)
-        chosen = replace(
+        reshard = self._resolve_setting("fsdp_reshard_after_forward", _unless_default(given, "reshard_after_forward"))
+        offload = self._resolve_setting("fsdp_offload_params", _unless_default(given, "cpu_offload"))
+        if reshard is True and given.reshard_after_forward is None:
+            # Accelerate's True corresponds to None: all blocks except the root, whose parameters backward needs at once.
+            reshard = None
+        units, min_num_params = self._choose_units(given)
+        options = replace(
             given,
-            # Accelerate's True corresponds to None: all blocks except the root, whose parameters backward needs at
-            # once.
-            reshard_after_forward=None if reshard is True and given.reshard_after_forward is None else reshard,
+            reshard_after_forward=reshard,
             cpu_offload=bool(offload),
             units=units,
-            min_num_params=number,
+            min_num_params=min_num_params,
             **self.request.dtypes,
         )
         if layout.num_shards > 1:
-            chosen.check(layout.num_shards)
-        return chosen
+            options.check(layout.num_shards)
+        return options
 
     def _choose_units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
         """Return the FSDP units as a pair of (classes or names of units, minimum number of parameters of a unit).
@@ -453,43 +489,45 @@ class RequestedLayout:
         Raises:
             ConfigError: If two sources contradict each other.
         """
-        says_itself = bool(given.units or given.min_num_params)
-        policy = self._decide_setting("fsdp_auto_wrap_policy")
-        names = self._decide_setting(
+        has_own_units = bool(given.units or given.min_num_params)
+        policy = self._resolve_setting("fsdp_auto_wrap_policy")
+        names = self._resolve_setting(
             "fsdp_transformer_layer_cls_to_wrap", ",".join(map(_get_name, given.units)) or UNSET
         )
-        number = self._decide_setting("fsdp_min_num_params", given.min_num_params or UNSET)
-        if says_itself:
+        min_num_params = self._resolve_setting("fsdp_min_num_params", given.min_num_params or UNSET)
+        if has_own_units:
             return given.units, given.min_num_params
         classes = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
-        by_class, by_size, _ = WRAPPING
+        by_class, by_size, whole_model = WRAP_POLICIES
         if classes and policy in (None, by_class):
             return classes, 0
         if classes:
             raise ConfigError(
                 f"fsdp_auto_wrap_policy={policy} does not use classes, but some are named: {', '.join(classes)}; drop one"
             )
-        if policy == by_size or (policy is None and number):
-            return (), number or _PARAMETERS
-        return (), WHOLE_MODEL if policy == WRAPPING[2] else 0
+        if policy == by_size or (policy is None and min_num_params):
+            return (), min_num_params or _DEFAULT_UNIT_SIZE
+        return (), WHOLE_MODEL_SIZE if policy == whole_model else 0
 
     def _build_checkpointing(
         self, given: ActivationCheckpointing | None, sharding: ShardingOptions
     ) -> ActivationCheckpointing | None:
-        wanted = self._decide_setting("activation_checkpointing", UNSET if given is None else True)
-        offload = self._decide_setting("activation_checkpointing_offload", UNSET if given is None else given.offload)
-        if given is not None or not wanted:
-            if offload and not wanted:
+        is_requested = self._resolve_setting("activation_checkpointing", UNSET if given is None else True)
+        offload = self._resolve_setting("activation_checkpointing_offload", UNSET if given is None else given.offload)
+        if not is_requested:
+            if offload:
                 raise ConfigError(
                     "activation_checkpointing_offload needs activation checkpointing; add "
                     "--activation_checkpointing, or remove it"
                 )
-            return given if wanted else None
+            return None
+        if given is not None:
+            return given
         names = tuple(unit for unit in sharding.units if isinstance(unit, str))
         return ActivationCheckpointing(offload=bool(offload), blocks=names)
 
 
-def _check_typed(text: str, layout: Layout) -> None:
+def _check_command_line_options(text: str, layout: Layout) -> None:
     """Raise `ConfigError` if an option that was given on the command line does not apply to the run's layout.
 
     Args:
@@ -499,11 +537,11 @@ def _check_typed(text: str, layout: Layout) -> None:
     Raises:
         ConfigError: If there is such an option.
     """
-    for name, what, _ in list_inapplicable_options(text, layout):
+    for name, required_layout, _ in list_inapplicable_options(text, layout):
         value, origin = resolve_run_setting(name, UNSET, None)
         if value is not None and origin.startswith(COMMAND_LINE):
             raise ConfigError(
-                f"{name} ({origin}) needs {what}, but the layout is {text}: {layout.describe()}; remove it"
+                f"{name} ({origin}) needs {required_layout}, but the layout is {text}: {layout.describe()}; remove it"
             )
 
 
@@ -518,13 +556,16 @@ def list_inapplicable_options(text: str, layout: Layout) -> Iterator[tuple[str, 
         Tuple of (name of the setting, kind of layout that it requires, flag that requests such a layout).
     """
     is_deepspeed = text in mesh.ENGINES
-    for names, fits, what, remedy in (
-        (OF_SHARDS, layout.num_shards > 1 and not is_deepspeed, "a layout with shards", "--strategy fsdp"),
+    has_shards = layout.num_shards > 1 and not is_deepspeed
+    if layout.num_ranks == 1:
+        return
+    for names, is_applicable, required_layout, flag in (
+        (SHARDING_SETTINGS, has_shards, "a layout with shards", "--strategy fsdp"),
         (("cp_comm_strategy",), layout.cp > 1, "context parallelism", "--strategy cp"),
-        (OF_DEEPSPEED, is_deepspeed, "DeepSpeed", "--strategy zero2"),
+        (DEEPSPEED_SETTINGS, is_deepspeed, "DeepSpeed", "--strategy zero2"),
     ):
-        if layout.num_ranks > 1 and not fits:
-            yield from ((name, what, remedy) for name in names)
+        if not is_applicable:
+            yield from ((name, required_layout, flag) for name in names)
 
 
 def _unless_default(options: ShardingOptions, name: str) -> Any:

@@ -19,6 +19,7 @@ from headway.errors import ConfigError
 
 COMMAND_LINE = "command line"
 VERSION = 1
+"""Version of the payload that the launcher passes to its workers."""
 
 # Environment variables with the prefix HEADWAY_ that are not settings of a launch.
 _OTHER_VARIABLES = tuple(
@@ -44,6 +45,7 @@ class SettingValue:
 
 
 Layer = Mapping[str, SettingValue]
+"""Settings from one source, such as the command line, by name."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class ResolvedSettings:
         return self.origins.get(name, "default")
 
 
-def resolve(layers: Sequence[Layer], *, force: bool = False) -> ResolvedSettings:
+def merge_layers(layers: Sequence[Layer], *, force: bool = False) -> ResolvedSettings:
     """Merge layers of settings, and return the merged settings with the origin of each value.
 
     Args:
@@ -91,14 +93,14 @@ def resolve(layers: Sequence[Layer], *, force: bool = False) -> ResolvedSettings
     Raises:
         ConfigError: If a layer contains an unknown setting.
     """
-    chosen: dict[str, SettingValue] = {}
+    merged: dict[str, SettingValue] = {}
     for layer in layers:
         for name, value in layer.items():
             if name not in SETTINGS:
                 raise ConfigError(f"{name} ({value.origin}) is not a setting{suggest_word(name, list(SETTINGS))}")
-            chosen.setdefault(name, value)
-    config = LaunchConfig(**{name: entry.value for name, entry in chosen.items()})
-    return ResolvedSettings(config, {name: entry.origin for name, entry in chosen.items()}, force)
+            merged.setdefault(name, value)  # the first layer that sets it has the highest precedence
+    config = LaunchConfig(**{name: entry.value for name, entry in merged.items()})
+    return ResolvedSettings(config, {name: entry.origin for name, entry in merged.items()}, force)
 
 
 def read_environment_layer(environment: Mapping[str, str]) -> dict[str, SettingValue]:
@@ -112,7 +114,7 @@ def read_environment_layer(environment: Mapping[str, str]) -> dict[str, SettingV
     """
     variables = {setting.variable: setting for setting in SETTINGS.values() if setting.is_for_files}
     known = variables | {env.PREFIX + earlier.upper(): SETTINGS[name] for earlier, name in EARLIER_NAMES.items()}
-    found = {}
+    layer = {}
     for variable in sorted(environment):  # earlier names are read first, so that the current name overrides them
         if not variable.startswith(env.PREFIX) or variable in _OTHER_VARIABLES:
             continue
@@ -120,7 +122,7 @@ def read_environment_layer(environment: Mapping[str, str]) -> dict[str, SettingV
         if variable in known:
             setting = known[variable]
             if environment[variable].strip():
-                found[setting.name] = SettingValue(parse_text(setting, environment[variable], origin), origin)
+                layer[setting.name] = SettingValue(parse_text(setting, environment[variable], origin), origin)
             continue
         hint = suggest_word(variable.removeprefix(env.PREFIX), [setting.name for setting in variables.values()])
         if hint:
@@ -128,7 +130,7 @@ def read_environment_layer(environment: Mapping[str, str]) -> dict[str, SettingV
             raise ConfigError(
                 f"the environment variable {variable} is not a setting; did you mean {SETTINGS[close].variable}? Rename it"
             )
-    return found
+    return layer
 
 
 def read_function_layer(environment: Mapping[str, str]) -> dict[str, SettingValue]:
@@ -219,8 +221,9 @@ def read_requested_num_processes() -> range | None:
     content = _read_payload()
     if content is None:
         return None
-    most = content["num_processes"]
-    return range(content.get("min_processes", most), most + 1)
+    max_processes = content["num_processes"]
+    min_processes = content.get("min_processes", max_processes)
+    return range(min_processes, max_processes + 1)
 
 
 def read_promised_device() -> str | None:
@@ -231,8 +234,8 @@ def read_promised_device() -> str | None:
     Raises:
         ConfigError: If the launcher's payload cannot be read.
     """
-    found = (_read_payload() or {}).get("device")
-    return None if found is None else str(found)
+    device = (_read_payload() or {}).get("device")
+    return None if device is None else str(device)
 
 
 def read_ranks_per_machine() -> int | None:
@@ -243,8 +246,8 @@ def read_ranks_per_machine() -> int | None:
     Raises:
         ConfigError: If the launcher's payload cannot be read.
     """
-    found = (_read_payload() or {}).get("ranks_per_machine")
-    return None if found is None else int(found)
+    number = (_read_payload() or {}).get("ranks_per_machine")
+    return None if number is None else int(number)
 
 
 def resolve_run_setting(
@@ -257,8 +260,9 @@ def resolve_run_setting(
 ) -> tuple[Any, str]:
     """Return the value of one setting and its origin, in a worker process.
 
-    The script's value precedes the launcher's, except that a different value on the command line is an error, or wins
-    with `--force`. Without a launcher, the variable HEADWAY_<NAME> is read if the script gives no value.
+    The script's value takes precedence over the launcher's. But if the command line sets another value, this is an error,
+    or with `--force` the command line takes precedence. Without a launcher, the variable HEADWAY_<NAME> is read if the
+    script gives no value.
 
     Args:
         name: Name of the setting, such as "mixed_precision".
@@ -276,7 +280,7 @@ def resolve_run_setting(
         ConfigError: If the script contradicts the command line without `--force`, the text of the environment variable
             is invalid, or the launcher's payload cannot be read.
     """
-    is_said = not (isinstance(code_value, Unset) or code_value is None)
+    has_code_value = not (isinstance(code_value, Unset) or code_value is None)
     content = _read_payload()
     launched = None if content is None else content["settings"].get(name)
     origin = code_origin or f"{name}={code_value!r} in the code"
@@ -284,22 +288,22 @@ def resolve_run_setting(
         launched_value = SettingValue(
             check_file_value(SETTINGS[name], launched["value"], launched["origin"]), launched["origin"]
         )
-        if not is_said:
+        if not has_code_value:
             return launched_value.value, launched_value.origin
         if launched_value.origin.startswith(COMMAND_LINE) and launched_value.value != code_value:
             assert content is not None
             if content["force"]:
                 return launched_value.value, launched_value.origin
-            raise ConfigError(_make_conflict(name, launched_value, origin))
-    if is_said:
+            raise ConfigError(_format_conflict(name, launched_value, origin))
+    if has_code_value:
         return code_value, f"code: {origin}"
     if content is None:
         return _read_environment(name, default, parse)
     return default, "default"
 
 
-def _make_conflict(name: str, told: SettingValue, origin: str) -> str:
-    flag = f"--{name}" if told.value is True else f"--{name} {told.value}"
+def _format_conflict(name: str, launched: SettingValue, origin: str) -> str:
+    flag = f"--{name}" if launched.value is True else f"--{name} {launched.value}"
     return (
         f"{origin} against {flag} on the command line: take one of them out, "
         "or add --force to `headway launch` to let the command line win"
@@ -307,7 +311,7 @@ def _make_conflict(name: str, told: SettingValue, origin: str) -> str:
 
 
 def _read_environment(name: str, default: Any, parse: Callable[[str], Any] | None) -> tuple[Any, str]:
-    names = [name, *(earlier for earlier, now in EARLIER_NAMES.items() if now == name)]
+    names = [name, *(earlier for earlier, current in EARLIER_NAMES.items() if current == name)]
     variables = [env.PREFIX + each.upper() for each in names]
     variable = next((each for each in variables if (env.get(each) or "").strip()), None)
     if variable is None:

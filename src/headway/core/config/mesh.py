@@ -35,11 +35,11 @@ AXES = ("pp", "replicate", "shard", "cp", "ep", "tp")
 """Axes from outermost to innermost. Consecutive ranks are neighbors along the last axis."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Names of layouts that cannot be combined with others: DeepSpeed's engine and its ZeRO stages."""
-_LONGEST = 200
+_MAX_LENGTH = 200
 """Maximum number of characters in a layout."""
 
 _TERMS = {"ddp": "replicate", "fsdp": "shard", "ep": "ep", "cp": "cp", "tp": "tp", "pp": "pp"}
-_WORDS = {
+_DESCRIPTIONS = {
     "pp": "pipeline stages",
     "replicate": "replicas",
     "shard": "shards",
@@ -49,7 +49,7 @@ _WORDS = {
 }
 
 # Names from other libraries, with the name to use instead.
-_OTHER_WORDS = {
+_FOREIGN_NAMES = {
     "fsdp2": "fsdp",
     "zero": "fsdp, or zero1, zero2 or zero3 for DeepSpeed's engine",
     "hybrid": "hsdp=RANKS",
@@ -117,8 +117,8 @@ class Layout:
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
-            at = self.find_coordinates(rank)
-            groups.setdefault((at["pp"], at["cp"], at["tp"]), []).append(rank)
+            coordinates = self.find_coordinates(rank)
+            groups.setdefault((coordinates["pp"], coordinates["cp"], coordinates["tp"]), []).append(rank)
         return list(groups.values())
 
     def find_data_index(self, rank: int) -> int:
@@ -126,8 +126,9 @@ class Layout:
 
         Ranks that differ only in their coordinates along pp, cp or tp read the same data.
         """
-        at = self.find_coordinates(rank)
-        return (at["replicate"] * self.shard + at["shard"]) * self.ep + at["ep"]
+        coordinates = self.find_coordinates(rank)
+        index = coordinates["replicate"] * self.shard + coordinates["shard"]
+        return index * self.ep + coordinates["ep"]
 
     @property
     def stages(self) -> list[range]:
@@ -142,26 +143,28 @@ class Layout:
 
     def find_coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate along each axis, starting at 0."""
-        found, remainder = {}, rank
+        coordinates, remainder = {}, rank
         for axis in reversed(AXES):
-            remainder, found[axis] = divmod(remainder, int(getattr(self, axis)))
-        return {axis: found[axis] for axis in AXES}
+            remainder, coordinates[axis] = divmod(remainder, int(getattr(self, axis)))
+        return {axis: coordinates[axis] for axis in AXES}
 
     def list_groups(self, axis: str) -> list[range]:
-        """Return the groups of ranks along an axis.
+        """Return the groups of ranks along an axis, ordered by their first rank.
 
         The ranks of a group differ only in their coordinate along this axis.
         """
-        step = prod(int(getattr(self, inner)) for inner in AXES[AXES.index(axis) + 1 :])
-        size = int(getattr(self, axis))
-        span = step * size
-        return [
-            range(base + at, base + at + span, step) for base in range(0, self.num_ranks, span) for at in range(step)
-        ]
+        inner_axes = AXES[AXES.index(axis) + 1 :]
+        step = prod(int(getattr(self, inner)) for inner in inner_axes)  # distance between neighbors along the axis
+        span = step * int(getattr(self, axis))
+        groups = []
+        for base in range(0, self.num_ranks, span):
+            for first in range(base, base + step):
+                groups.append(range(first, first + span, step))
+        return groups
 
     def describe(self) -> str:
         """Return a description such as "2 replicas x 4 shards"."""
-        return " x ".join(f"{size} {_WORDS[axis]}" for axis, size in self.sizes.items()) or "one process"
+        return " x ".join(f"{size} {_DESCRIPTIONS[axis]}" for axis, size in self.sizes.items()) or "one process"
 
 
 @dataclass(frozen=True)
@@ -193,29 +196,37 @@ class ParsedLayout:
         """
         sizes = dict(self.sizes)
         if self.is_by_machine:
-            sizes["shard"] = self._within_a_machine(num_ranks, ranks_per_machine or num_ranks)
-        known = prod(size for size in sizes.values() if size is not None)
-        open_axes = [axis for axis, size in sizes.items() if size is None]
-        if num_ranks % known or (not open_axes and known != num_ranks):
+            sizes["shard"] = self._choose_shards_per_machine(num_ranks, ranks_per_machine or num_ranks)
+        product = prod(size for size in sizes.values() if size is not None)
+        is_open = any(size is None for size in sizes.values())
+        fits = num_ranks % product == 0 if is_open else num_ranks == product
+        if not fits:
             raise ConfigError(
-                f"strategy {self.text!r} takes {known} ranks{' at a time' if open_axes else ''}, but the run has {num_ranks}; "
-                + _suggest_sizes(sizes, known, num_ranks, bool(open_axes))
+                f"strategy {self.text!r} takes {product} ranks{' at a time' if is_open else ''}, but the run has {num_ranks}; "
+                + _suggest_sizes(sizes, product, num_ranks, is_open)
             )
-        left = num_ranks // known
-        return Layout(**{axis: left if size is None else size for axis, size in sizes.items()})
+        open_size = num_ranks // product
+        return Layout(**{axis: open_size if size is None else size for axis, size in sizes.items()})
 
-    def _within_a_machine(self, num_ranks: int, ranks_per_machine: int) -> int:
+    def _choose_shards_per_machine(self, num_ranks: int, ranks_per_machine: int) -> int:
+        """Return the size of the axis "shard" for "hsdp" without a size, whose shards span one machine.
+
+        Raises:
+            ConfigError: If there is only one machine, or the other axes leave no ranks of a machine for shards.
+        """
         inner = prod(size for axis, size in self.sizes.items() if axis in ("ep", "cp", "tp") and size is not None)
         if num_ranks == 1:
             return 1  # the same script must also run with one process
         if num_ranks <= ranks_per_machine:
-            fit = [
+            fitting = [
                 size for size in _list_divisors(num_ranks) if 1 < size < num_ranks and num_ranks % (size * inner) == 0
             ]
-            listed = ", ".join(f"hsdp={size}" for size in fit[-3:])
+            advice = "use fsdp"
+            if fitting:
+                examples = ", ".join(f"hsdp={size}" for size in fitting[-3:])
+                advice = f"give the number of ranks that share a copy ({examples}), or use fsdp"
             raise ConfigError(
-                f"strategy {self.text!r} without a size shards within each machine, and this run has only one; "
-                + (f"give the number of ranks that share a copy ({listed}), or use fsdp" if fit else "use fsdp")
+                f"strategy {self.text!r} without a size shards within each machine, and this run has only one; {advice}"
             )
         if ranks_per_machine % inner or ranks_per_machine == inner:
             raise ConfigError(
@@ -226,35 +237,40 @@ class ParsedLayout:
 
 
 def _list_divisors(number: int) -> list[int]:
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
+    up_to_root = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*up_to_root, *(number // each for each in up_to_root)})
 
 
-def _suggest_sizes(sizes: Mapping[str, int | None], known: int, num_ranks: int, is_open: bool) -> str:
+def _suggest_sizes(sizes: Mapping[str, int | None], product: int, num_ranks: int, is_open: bool) -> str:
     """Return a hint for an error message: the nearest axis sizes, or numbers of ranks, that would fit.
 
     Args:
         sizes: Size of each axis. None: the axis uses all ranks that the other axes do not use.
-        known: Product of the sizes that are given.
+        product: Product of the sizes that are given.
         num_ranks: Number of ranks in the run.
         is_open: Whether some axis has no size and therefore uses the remaining ranks.
     """
-    fits = []
+    suggestions = []
     for axis, size in sizes.items():
         if size is None:
             continue
-        others = known // size
-        good = [each for each in _list_divisors(num_ranks) if num_ranks % (each * others) == 0]
-        good = good if is_open else [each for each in good if each * others == num_ranks]
-        below = [each for each in good if each < size][-1:]
-        above = [each for each in good if each > size][:1]
-        fits += [format_sizes({**sizes, axis: each}) for each in (*below, *above)]
-    if not is_open and known < num_ranks and "replicate" not in sizes and num_ranks % known == 0:
-        fits.append(format_sizes({"replicate": num_ranks // known, **sizes}))
-    counts = [num_ranks // known * known, (num_ranks // known + 1) * known] if is_open else [known]
+        other_sizes = product // size
+        fitting = [each for each in _list_divisors(num_ranks) if num_ranks % (each * other_sizes) == 0]
+        if not is_open:
+            fitting = [each for each in fitting if each * other_sizes == num_ranks]
+        next_smaller = [each for each in fitting if each < size][-1:]
+        next_larger = [each for each in fitting if each > size][:1]
+        suggestions += [format_sizes({**sizes, axis: each}) for each in (*next_smaller, *next_larger)]
+    if not is_open and product < num_ranks and "replicate" not in sizes and num_ranks % product == 0:
+        suggestions.append(format_sizes({"replicate": num_ranks // product, **sizes}))
+    counts = [product]
+    if is_open:
+        smaller_count = num_ranks // product * product
+        counts = [smaller_count, smaller_count + product]
     ranks = " or ".join(str(count) for count in counts if count)
-    near = f"the nearest that fit {num_ranks}: {', '.join(dict.fromkeys(fits))}; or " if fits else ""
-    return f"{near}run {ranks} ranks"
+    if not suggestions:
+        return f"run {ranks} ranks"
+    return f"the nearest that fit {num_ranks}: {', '.join(dict.fromkeys(suggestions))}; or run {ranks} ranks"
 
 
 def format_sizes(sizes: Mapping[str, int | None]) -> str:
@@ -263,12 +279,18 @@ def format_sizes(sizes: Mapping[str, int | None]) -> str:
     A size of None is left out, as in "fsdp+tp=2".
     """
     names = {axis: term for term, axis in _TERMS.items()}
-    sizes = {axis: size for axis, size in sizes.items() if size != 1} or {"replicate": None}
+    used_sizes = {axis: size for axis, size in sizes.items() if size != 1}
+    if not used_sizes:
+        return "ddp"
     terms = []
-    if sizes.get("replicate", 0) is None and sizes.get("shard") is not None:
-        terms = [f"hsdp={sizes.pop('shard')}"]
-        del sizes["replicate"]
-    terms += [names[axis] + (f"={sizes[axis]}" if sizes[axis] is not None else "") for axis in AXES if axis in sizes]
+    has_open_replicas = "replicate" in used_sizes and used_sizes["replicate"] is None
+    if has_open_replicas and used_sizes.get("shard") is not None:
+        terms.append(f"hsdp={used_sizes.pop('shard')}")
+        del used_sizes["replicate"]
+    for axis in AXES:
+        if axis in used_sizes:
+            size = used_sizes[axis]
+            terms.append(names[axis] if size is None else f"{names[axis]}={size}")
     return "+".join(terms)
 
 
@@ -283,28 +305,26 @@ def parse_layout(text: str) -> ParsedLayout:
     is_by_machine = False
     if normalize_layout(text) in ENGINES:
         return ParsedLayout(text, {"shard": None}, is_deepspeed=True)
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_LENGTH:
         raise ConfigError(f"strategy {shorten_repr(text)} is too long for a layout, which reads like fsdp+tp=2")
     for term in normalize_layout(text).split("+"):
-        name, has_size, number = term.partition("=")
+        name, equals_sign, number = term.partition("=")
         size = parse_whole_number(number)
-        if has_size and not size:
+        if equals_sign and not size:
             raise ConfigError(f"strategy {text!r}: {term!r} needs a number of ranks after '=', 1 or more")
         if name == "hsdp":
-            found: dict[str, int | None] = {"replicate": None, "shard": size}
+            term_sizes: dict[str, int | None] = {"replicate": None, "shard": size}
             is_by_machine = size is None
         elif name in _TERMS:
-            found = {_TERMS[name]: size}
+            term_sizes = {_TERMS[name]: size}
+        elif name in ENGINES:
+            raise ConfigError(f"strategy {text!r}, but {name!r} cannot be combined with other terms")
         else:
-            alone = (
-                f", but {name!r} cannot be combined with other terms"
-                if name in ENGINES
-                else f": {name!r} is unknown{_suggest_term(name)}"
-            )
-            raise ConfigError(f"strategy {text!r}{alone}")
-        if found.keys() & sizes.keys():
+            raise ConfigError(f"strategy {text!r}: {name!r} is unknown{_suggest_term(name)}")
+        if term_sizes.keys() & sizes.keys():
             raise ConfigError(f"strategy {text!r} gives a size for {name!r} twice")
-        sizes |= found
+        sizes |= term_sizes
+    # With "hsdp" alone, the machines determine the number of shards, so one more axis may have no size.
     if list(sizes.values()).count(None) - is_by_machine > 1:
         raise ConfigError(f"strategy {text!r} omits more than one size; give all but one, as in hsdp=8 or fsdp+tp=2")
     return ParsedLayout(text, sizes, is_by_machine)
@@ -318,21 +338,21 @@ def normalize_layout(text: str) -> str:
 def _suggest_term(name: str) -> str:
     from difflib import get_close_matches
 
-    if name in _OTHER_WORDS:
-        return f"; write {_OTHER_WORDS[name]}"
-    served = (*_TERMS, "hsdp")
-    close = get_close_matches(name, served, n=1)
+    if name in _FOREIGN_NAMES:
+        return f"; write {_FOREIGN_NAMES[name]}"
+    terms = (*_TERMS, "hsdp")
+    close = get_close_matches(name, terms, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    words = f"{', '.join(served)}, joined by '+', each with or without =RANKS, as in fsdp+tp=2"
-    return f"{hint or ';'} allowed: {words}; or {', '.join(ENGINES)}"
+    allowed = f"{', '.join(terms)}, joined by '+', each with or without =RANKS, as in fsdp+tp=2"
+    return f"{hint or ';'} allowed: {allowed}; or {', '.join(ENGINES)}"
 
 
-def describe_groups(layout: Layout, most: int = 4) -> Iterator[str]:
-    """Yield one line of text per axis, with the axis's size and its first `most` groups of ranks."""
+def describe_groups(layout: Layout, max_groups: int = 4) -> Iterator[str]:
+    """Yield one line of text per axis, with the axis's size and its first `max_groups` groups of ranks."""
     for axis, size in layout.sizes.items():
         groups = layout.list_groups(axis)
-        shown = ", ".join(_format_ranks(group) for group in groups[:most])
-        omitted = f" and {len(groups) - most} more" if len(groups) > most else ""
+        shown = ", ".join(_format_ranks(group) for group in groups[:max_groups])
+        omitted = f" and {len(groups) - max_groups} more" if len(groups) > max_groups else ""
         yield f"{axis} = {size}: ranks {shown}{omitted}"
 
 
@@ -342,7 +362,8 @@ def _format_ranks(group: range) -> str:
     return f"({group[0]} {group[1]} .. {group[-1]})"
 
 
-GROUP = "headway.strategies"
+ENTRY_POINT_GROUP = "headway.strategies"
+"""Group of entry points with which other packages register strategies."""
 
 
 def find_entry_point(text: str) -> "EntryPoint | None":
@@ -359,18 +380,18 @@ def find_entry_point(text: str) -> "EntryPoint | None":
         from importlib.metadata import entry_points  # slow: takes as long as the rest of a launch
 
         name = text.partition("=")[0].strip()
-        registered = entry_points(group=GROUP)
-        found = {point.value: point for point in registered if point.name == name}
-        if len(found) > 1:
-            every = ", ".join(sorted(found))
+        registered = entry_points(group=ENTRY_POINT_GROUP)
+        matches = {point.value: point for point in registered if point.name == name}
+        if len(matches) > 1:
+            values = ", ".join(sorted(matches))
             raise ConfigError(
-                f"strategy {text!r} is registered {len(found)} times ({every}); keep one of these packages"
+                f"strategy {text!r} is registered {len(matches)} times ({values}); keep one of these packages"
             ) from None
-        if not found:
-            others = ", ".join(sorted({point.name for point in registered}))
-            message = f"{error}. Installed packages register: {others}" if others else str(error)
+        if not matches:
+            all_names = ", ".join(sorted({point.name for point in registered}))
+            message = f"{error}. Installed packages register: {all_names}" if all_names else str(error)
             raise ConfigError(message) from None
-        return next(iter(found.values()))
+        return next(iter(matches.values()))
     return None
 
 

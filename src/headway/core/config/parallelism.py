@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from headway.core.config import mesh
-from headway.core.config.launch import ROTATIONS
+from headway.core.config.launch import CP_EXCHANGES
 from headway.core.config.values import report_unknown_keywords
 from headway.errors import ConfigError
 
@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 
 They stand for GPipe, 1F1B, interleaved 1F1B, interleaved zero bubble, and zero bubble with V-shaped placement.
 """
-_SEVERAL = ("interleaved", "zero_bubble", "zbv")
+_MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
 
 
 @report_unknown_keywords
@@ -64,7 +64,7 @@ class PipelineOptions:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"PipelineOptions({name}={value!r}); give a whole number, 1 or more, or None")
         wanted = self.stages_per_rank
-        if self.schedule not in _SEVERAL and wanted not in (None, 1):
+        if self.schedule not in _MULTI_STAGE_SCHEDULES and wanted not in (None, 1):
             raise ConfigError(
                 f"PipelineOptions(stages_per_rank={wanted}) needs a schedule with several stages per rank, not {self.schedule!r}"
             )
@@ -74,7 +74,7 @@ class PipelineOptions:
     @property
     def num_per_rank(self) -> int:
         """Number of stages on each rank."""
-        return (self.stages_per_rank or 2) if self.schedule in _SEVERAL else 1
+        return (self.stages_per_rank or 2) if self.schedule in _MULTI_STAGE_SCHEDULES else 1
 
     def find_rank(self, stage: int, num_ranks: int) -> int:
         """Return the pipeline rank that holds a stage.
@@ -86,8 +86,9 @@ class PipelineOptions:
             stage: Index of the stage.
             num_ranks: Number of pipeline ranks.
         """
-        lap, place = divmod(stage, num_ranks)
-        return num_ranks - 1 - place if self.schedule == "zbv" and lap % 2 else place
+        round_number, position = divmod(stage, num_ranks)
+        is_reversed = self.schedule == "zbv" and round_number % 2 == 1
+        return num_ranks - 1 - position if is_reversed else position
 
     def choose_num_microbatches(self, num_ranks: int) -> int:
         """Return the number of micro-batches into which a batch is split.
@@ -307,8 +308,8 @@ class TorchContextParallelConfig:
             value = getattr(self, name)
             setattr(self, name, (value,) if isinstance(value, str | type) else tuple(value))
         self.cp_comm_strategy = self.cp_comm_strategy or "allgather"
-        if self.cp_comm_strategy not in ROTATIONS:
-            raise ConfigError(f"cp_comm_strategy={self.cp_comm_strategy!r}; allowed: {', '.join(ROTATIONS)}")
+        if self.cp_comm_strategy not in CP_EXCHANGES:
+            raise ConfigError(f"cp_comm_strategy={self.cp_comm_strategy!r}; allowed: {', '.join(CP_EXCHANGES)}")
         if self.cp_style not in CP_STYLES:
             raise ConfigError(f"cp_style={self.cp_style!r}; allowed: {', '.join(CP_STYLES)}")
 
@@ -335,9 +336,10 @@ class LayoutRequest:
     refused: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, Any] = field(default_factory=dict)
     context: TorchContextParallelConfig | None = None
-    _sizes: dict[str, tuple[int, str]] = field(default_factory=dict)
-    _sharding: dict[str, str] = field(default_factory=dict)
-    _engines: dict[str, str] = field(default_factory=dict)
+    _ignored: list[tuple[str, str]] = field(default_factory=list)  # (key, reason)
+    _sizes: dict[str, tuple[int, str]] = field(default_factory=dict)  # (number of ranks, key), by axis
+    _sharding: dict[str, str] = field(default_factory=dict)  # "fsdp", "hsdp" or "ddp", by key
+    _engines: dict[str, str] = field(default_factory=dict)  # "deepspeed" or a layout with a ZeRO stage, by key
 
     def request_setting(self, setting: str, value: Any, key: str) -> None:
         """Record that `key` requests a value for a setting.
@@ -350,9 +352,9 @@ class LayoutRequest:
         Raises:
             ConfigError: If another key requested a different value.
         """
-        before, other = self.settings.get(setting, (value, key))
-        if before != value:
-            raise ConfigError(f"{other} says {setting}={before!r}, but {key} says {value!r}; keep one")
+        earlier_value, earlier_key = self.settings.get(setting, (value, key))
+        if earlier_value != value:
+            raise ConfigError(f"{earlier_key} says {setting}={earlier_value!r}, but {key} says {value!r}; keep one")
         self.settings[setting] = (value, key)
         self.lines.append((key, f"{setting}: {value!r}"))
 
@@ -363,6 +365,7 @@ class LayoutRequest:
             key: Argument of a plugin, or key of a config file.
             reason: Explanation for the user.
         """
+        self._ignored.append((key, reason))
         self.lines.append((key, f"not needed: {reason}"))
 
     def refuse_key(self, key: str, reason: str) -> None:
@@ -405,18 +408,16 @@ class LayoutRequest:
         Raises:
             ConfigError: If two keys request different numbers larger than 1.
         """
-        before, other = self._sizes.get(axis, (1, key))
-        if before > 1 and size not in (1, before):
-            raise ConfigError(f"{other}={before} contradicts {key}={size}; keep one of them")
-        self._sizes[axis] = (size, key) if size > 1 else (before, other)
+        earlier_size, earlier_key = self._sizes.get(axis, (1, key))
+        if earlier_size > 1 and size not in (1, earlier_size):
+            raise ConfigError(f"{earlier_key}={earlier_size} contradicts {key}={size}; keep one of them")
+        self._sizes[axis] = (size, key) if size > 1 else (earlier_size, earlier_key)
         self.lines.append((key, "size 1: nothing is split along it" if size == 1 else f"strategy: {axis} = {size}"))
 
     @property
     def ignored(self) -> list[str]:
         """Keys of plugins and config files that have no effect, each with the reason."""
-        return [
-            f"{key} ({text.removeprefix('not needed: ')})" for key, text in self.lines if text.startswith("not needed")
-        ]
+        return [f"{key} ({reason})" for key, reason in self._ignored]
 
     @property
     def has_sizes(self) -> bool:
@@ -431,10 +432,11 @@ class LayoutRequest:
         Raises:
             ConfigError: If the requests contradict each other.
         """
-        sized_by = [key for size, key in self._sizes.values() if size > 1]
-        if self._engines and (self._sharding or sized_by):
+        size_keys = [key for size, key in self._sizes.values() if size > 1]
+        if self._engines and (self._sharding or size_keys):
+            sharding_keys = ", ".join([*self._sharding, *size_keys])
             raise ConfigError(
-                f"DeepSpeed ({', '.join(self._engines)}) and torch's own engine ({', '.join([*self._sharding, *sized_by])}) are both "
+                f"DeepSpeed ({', '.join(self._engines)}) and torch's own engine ({sharding_keys}) are both "
                 "requested; keep one"
             )
         if self._engines:
@@ -443,22 +445,32 @@ class LayoutRequest:
         kinds = set(self._sharding.values()) - {"fsdp"}
         if len(kinds) > 1:
             raise ConfigError(f"{' and '.join(self._sharding)} ask for different layouts; keep one")
-        if sized_by:
-            return self._written_sizes(kinds, ", ".join(sized_by)), ", ".join(sized_by)
+        if size_keys:
+            keys = ", ".join(size_keys)
+            return self._format_requested_sizes(kinds, keys), keys
         if not self._sharding:
             return None
         return (kinds.pop() if kinds else "fsdp"), ", ".join(self._sharding)
 
-    def _written_sizes(self, kinds: set[str], by: str) -> str:
+    def _format_requested_sizes(self, kinds: set[str], keys: str) -> str:
+        """Return the requested sizes as the text of a layout.
+
+        Args:
+            kinds: Layouts without sizes that were requested, other than "fsdp".
+            keys: Keys that request the sizes, for error messages.
+
+        Raises:
+            ConfigError: If a sharded layout and sizes without shards are requested, or replicas and shards.
+        """
         sizes = {axis: size for axis, (size, _) in self._sizes.items()}
         if kinds == {"ddp"} and sizes.get("shard", 1) > 1:
             raise ConfigError(
-                f"{' and '.join(self._sharding)} request whole models, but {by} requests shards; keep one"
+                f"{' and '.join(self._sharding)} request whole models, but {keys} requests shards; keep one"
             )
         asks_for_shards = bool(self._sharding) and kinds != {"ddp"}
         if asks_for_shards and not any(sizes.get(axis, 1) != 1 for axis in ("shard", "ep", "cp")):
             raise ConfigError(
-                f"{next(iter(self._sharding))} asks for a sharded model, but with {by} no processes are left to shard across; give "
+                f"{next(iter(self._sharding))} asks for a sharded model, but with {keys} no processes are left to shard across; give "
                 "dp_shard_size, or remove FSDP"
             )
         return mesh.format_sizes(sizes)

@@ -11,6 +11,7 @@ from headway.core.config.run import ProjectConfiguration
 from headway.errors import ConfigError
 
 _JOB_END = "SLURM_JOB_END_TIME"
+"""Environment variable with the time at which SLURM ends the job, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Preemption:
         """Raise `ConfigError` if a field has an invalid value."""
         signals = self.signals
         object.__setattr__(self, "signals", (signals,) if isinstance(signals, str) else tuple(signals))
-        self.numbers  # noqa: B018  (raises)
+        self.numbers  # noqa: B018  (raises an error for an unknown signal)
         if self.reserve < timedelta(0) or (self.time_limit is not None and self.time_limit <= timedelta(0)):
             raise ConfigError(
                 f"Preemption(time_limit={self.time_limit!r}, reserve={self.reserve!r}): a limit above 0, a reserve of 0 or more"
@@ -69,12 +70,17 @@ class Preemption:
         `time_limit` is measured with the monotonic clock, which ignores corrections of the system time and stops while
         the machine is suspended. The end of a SLURM job is compared with the system time.
         """
-        clock, end = time.time, float(env.get_int(_JOB_END) or 0)
         if self.time_limit is not None:
-            clock, end = time.monotonic, time.monotonic() + self.time_limit.total_seconds()
-        if not end:
-            return None
-        return Deadline(clock, end - min(self.reserve.total_seconds(), max(0.0, end - clock()) / 4))
+            clock: Callable[[], float] = time.monotonic
+            end = clock() + self.time_limit.total_seconds()
+        else:
+            clock = time.time
+            end = float(env.get_int(_JOB_END) or 0)
+            if not end:
+                return None
+        available_seconds = max(0.0, end - clock())
+        reserve_seconds = min(self.reserve.total_seconds(), available_seconds / 4)
+        return Deadline(clock, end - reserve_seconds)
 
 
 @dataclass(frozen=True)
@@ -83,16 +89,16 @@ class Deadline:
 
     Attributes:
         clock: Function that reads the clock, in seconds.
-        moment: Reading of the clock at the deadline.
+        seconds: Reading of the clock at the deadline.
     """
 
     clock: Callable[[], float]
-    moment: float
+    seconds: float
 
     @property
     def is_over(self) -> bool:
         """Whether the deadline has passed."""
-        return self.clock() >= self.moment
+        return self.clock() >= self.seconds
 
 
 def resolve_preemption(given: "Preemption | bool | None", project: ProjectConfiguration) -> Preemption | None:
@@ -106,15 +112,15 @@ def resolve_preemption(given: "Preemption | bool | None", project: ProjectConfig
     Raises:
         ConfigError: If automatic saving is requested but no directory for checkpoints is configured.
     """
-    has_place = project.project_dir is not None and project.automatic_checkpoint_naming
+    has_checkpoint_folder = project.project_dir is not None and project.automatic_checkpoint_naming
     if given is None:
-        return Preemption() if has_place else None
+        return Preemption() if has_checkpoint_folder else None
     if given is False:
         return None
-    chosen = Preemption() if given is True else given
-    if not has_place and chosen.exits:
+    preemption = Preemption() if given is True else given
+    if not has_checkpoint_folder and preemption.exits:
         raise ConfigError(
             "preemption saves where accelerator.resume('latest') looks: pass project_config=ProjectConfiguration("
             "project_dir, automatic_checkpoint_naming=True), or Preemption(exits=False) and save yourself"
         )
-    return chosen
+    return preemption

@@ -161,7 +161,7 @@ def describe_caller() -> str:
     return f"Accelerator(...) at {find_call_site()}"
 
 
-def resolve_windows(
+def resolve_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, global_batch_size: int | None, origin: str
 ) -> GradientAccumulationPlugin:
     """Return the options of gradient accumulation from the three arguments of the Accelerator that can set them.
@@ -189,15 +189,15 @@ def resolve_windows(
     options = GradientAccumulationPlugin() if plugin is None else plugin
     if plugin is not None:
         steps, origin = plugin.num_steps, f"GradientAccumulationPlugin(num_steps={plugin.num_steps}) of {origin}"
-    chosen, chosen_by = resolve_run_setting(
+    num_steps, num_steps_origin = resolve_run_setting(
         "gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int
     )
-    if global_batch_size is not None and chosen_by.startswith(COMMAND_LINE):
+    if global_batch_size is not None and num_steps_origin.startswith(COMMAND_LINE):
         raise ConfigError(
-            f"global_batch_size={global_batch_size} derives the accumulation; do not give gradient_accumulation_steps={chosen} "
-            f"({chosen_by}) as well"
+            f"global_batch_size={global_batch_size} derives the accumulation; do not give gradient_accumulation_steps={num_steps} "
+            f"({num_steps_origin}) as well"
         )
-    return replace(options, num_steps=chosen).freeze_copy()
+    return replace(options, num_steps=num_steps).freeze_copy()
 
 
 def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) -> bool:
@@ -252,26 +252,36 @@ def resolve_project(folder: str | Path | None, config: ProjectConfiguration | No
         ConfigError: If the two arguments contradict each other, or `config` has the wrong type.
     """
     _check_kind("project_config", config, ProjectConfiguration)
-    own = None if config is None else config.project_dir
-    if own is not None and folder is not None and Path(own) != Path(folder):
+    config_folder = None if config is None else config.project_dir
+    if config_folder is not None and folder is not None and Path(config_folder) != Path(folder):
         raise ConfigError(
-            f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(own)!r}; set it in one place"
+            f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(config_folder)!r}; set it in one place"
         )
-    chosen = config or ProjectConfiguration(project_dir=folder)
-    if chosen.project_dir is None and folder is not None:
-        chosen = replace(chosen, project_dir=folder)
-    chosen = chosen.with_defaults()
-    expanded = replace(chosen, project_dir=expand_home(chosen.project_dir), logging_dir=expand_home(chosen.logging_dir))
+    project = config or ProjectConfiguration(project_dir=folder)
+    if project.project_dir is None and folder is not None:
+        project = replace(project, project_dir=folder)
+    project = project.with_defaults()
+    expanded = replace(
+        project, project_dir=expand_home(project.project_dir), logging_dir=expand_home(project.logging_dir)
+    )
     return expanded.freeze_copy()
 
 
 def _check_kind(name: str, given: object, kind: type) -> None:
+    """Raise an error if an argument of the Accelerator has the wrong type.
+
+    Args:
+        name: Name of the argument.
+        given: Value of the argument; None is allowed.
+        kind: Expected class. For a dict with string keys, the message shows the class with these arguments.
+
+    Raises:
+        ConfigError: If the value is neither None nor an instance of the class.
+    """
     if given is None or isinstance(given, kind):
         return
-    shown = f"{kind.__name__}(...)"
+    example = f"{kind.__name__}(...)"
     if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
-        shown = f"{kind.__name__}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-    raise ConfigError(
-        f"{name} is of type {type(given).__module__}.{type(given).__qualname__}; ".replace("builtins.", "")
-        + f"give {name}={shown}, with {kind.__name__} from headway"
-    )
+        example = f"{kind.__name__}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+    type_name = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+    raise ConfigError(f"{name} is of type {type_name}; give {name}={example}, with {kind.__name__} from headway")

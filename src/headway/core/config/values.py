@@ -12,7 +12,7 @@ from headway.core.config.launch import LaunchSetting
 from headway.errors import CallError, ConfigError
 
 Class = TypeVar("Class", bound=type)
-Taken = TypeVar("Taken", bound="KwargsHandler")
+Handler = TypeVar("Handler", bound="KwargsHandler")
 
 _KINDS = {
     "integer": "a whole number",
@@ -33,11 +33,15 @@ def suggest_word(word: str, known: list[str], *, prefix: str = "") -> str:
     """
     from difflib import get_close_matches
 
-    plain = word.lower().replace("-", "_")
-    cutoff = 0.6 if len(plain) < 6 else 0.7  # long words share letters by chance: nosuchmodel, neucodec
-    begun = [each for each in known if each.replace("-", "_").startswith(plain)] if len(plain) > 2 else []
-    close = begun[:3] or get_close_matches(plain, known, n=1, cutoff=cutoff)
-    return f"; did you mean {' or '.join(prefix + each for each in close)}?" if close else ""
+    normalized = word.lower().replace("-", "_")
+    completions = []
+    if len(normalized) > 2:
+        completions = [each for each in known if each.replace("-", "_").startswith(normalized)]
+    cutoff = 0.6 if len(normalized) < 6 else 0.7  # long words share letters by chance: nosuchmodel, neucodec
+    suggestions = completions[:3] or get_close_matches(normalized, known, n=1, cutoff=cutoff)
+    if not suggestions:
+        return ""
+    return f"; did you mean {' or '.join(prefix + each for each in suggestions)}?"
 
 
 def check_count(**values: object) -> None:
@@ -62,23 +66,24 @@ class KwargsHandler:
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if vars(self).get("_is_taken"):
+        if vars(self).get("_is_frozen"):
             raise ConfigError(
                 f"{type(self).__name__}.{name} = {value!r}: an Accelerator already uses these options. Set them before you create "
                 "it"
             )
-        if name not in (known := [each.name for each in fields(self)]):  # type: ignore[arg-type]
+        known = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        if name not in known:
             raise CallError(f"{type(self).__name__} has no field {name!r}{suggest_word(name, known)}")
         object.__setattr__(self, name, value)
 
-    def freeze_copy(self: Taken) -> Taken:
+    def freeze_copy(self: Handler) -> Handler:
         """Validate the options, and return a copy that is read-only.
 
         Raises:
             ConfigError: If a field has an invalid value.
         """
         copy = replace(self)  # type: ignore[type-var]  # with a dataclass
-        object.__setattr__(copy, "_is_taken", True)
+        object.__setattr__(copy, "_is_frozen", True)
         return copy
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,31 +164,32 @@ def check_file_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
             return "no"
         if isinstance(value, int) and not isinstance(value, bool):
             value = str(value)
-        fits = isinstance(value, str)
+        has_right_type = isinstance(value, str)
     elif setting.kind == "text":
         if isinstance(value, int) and not isinstance(value, bool):  # such as `gpu_ids: 0`
             value = str(value)
-        fits = isinstance(value, str)
+        has_right_type = isinstance(value, str)
     elif setting.kind in ("switch", "truth"):
-        fits = isinstance(value, bool)
+        has_right_type = isinstance(value, bool)
     else:
-        fits = isinstance(value, (int, float) if setting.kind == "number" else int) and not isinstance(value, bool)
-    if not fits:
+        number_types = (int, float) if setting.kind == "number" else (int,)
+        has_right_type = isinstance(value, number_types) and not isinstance(value, bool)
+    if not has_right_type:
         raise _make_error(setting, value, origin)
     return _check_value(setting, float(value) if setting.kind == "number" else value, origin)
 
 
 def _check_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
-    is_good = not setting.choices or value in setting.choices
+    is_allowed = not setting.choices or value in setting.choices
     if setting.minimum is not None:
-        is_good = setting.minimum <= value <= setting.maximum  # False for NaN, too
+        is_allowed = setting.minimum <= value <= setting.maximum  # False for NaN, too
     if isinstance(value, str):
-        is_good = is_good and "\0" not in value and bool(value.strip())
-    if not is_good:
+        is_allowed = is_allowed and "\0" not in value and bool(value.strip())
+    if not is_allowed:
         raise _make_error(setting, value, origin)
-    if setting.read is not None:
+    if setting.normalize is not None:
         try:
-            return setting.read(value)
+            return setting.normalize(value)
         except ConfigError as error:
             raise ConfigError(f"{error} ({origin})") from None
     return value

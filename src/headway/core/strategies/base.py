@@ -26,8 +26,8 @@ Engine = Callable[..., Any]
 It also runs forwards without gradients if its attribute `serves_evaluation` is true.
 """
 
-_SYNCHRONIZED = nullcontext()
-_CONSTANT = (
+_NO_CONTEXT = nullcontext()
+_CONSTANT_LOSS = (
     "backward() got a constant: a tensor made with requires_grad=True, which no model computed. No parameter of this rank gets a "
     "gradient from it, and the other ranks wait for this rank's gradients forever. For a batch that has nothing to learn from, "
     "still call the model, and give a loss of zero that depends on its output: (output * 0).sum()"
@@ -119,7 +119,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         self._peers = collectives
         self.data_shard = ShardIndex(collectives.rank, collectives.world_size)
         self.gradient_divisor = 1
-        self._expected: Set[str] = frozenset()
+        self._expected_names: Set[str] = frozenset()
 
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap or shard a model. `prepare()` calls this once for each model.
@@ -185,7 +185,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         """
 
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the parameter that replaced `parameter` in `setup_model`, such as its shard.
+        """Return the parameter that has replaced `parameter` since `setup_model`, such as its shard.
 
         Return `parameter` itself if it was not replaced.
         """
@@ -213,7 +213,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
             model: Prepared model.
             sync: Whether the backward of the micro-batch reduces gradients.
         """
-        return _SYNCHRONIZED
+        return _NO_CONTEXT
 
     def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which neither gradients nor buffers of the model are communicated.
@@ -270,7 +270,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
             LossError: If the loss is a constant while other ranks wait for this rank's gradients.
         """
         if loss.is_leaf and self.must_join_backward():
-            raise LossError(_CONSTANT)
+            raise LossError(_CONSTANT_LOSS)
         if precision.scaler is not None:
             loss = precision.scale_loss(loss)
         # A new tensor each time: autograd makes it the storage of `grad` if the loss is a view of a parameter.
@@ -332,11 +332,12 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         """
         norm = self.compute_total_norm(parameters, norm_type) if known is None else known
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch; avoids a host synchronization
-        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        # One kernel multiplies all gradients of equal device and dtype.
+        batches: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for grad in self.get_local_gradients(parameters):
-            alike.setdefault((grad.device, grad.dtype), []).append(grad)
-        for (device, _), found in alike.items():
-            foreach_mul_(found, factor.to(device))
+            batches.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), grads in batches.items():
+            foreach_mul_(grads, factor.to(device))
         return norm
 
     def step_optimizer(
@@ -353,7 +354,9 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
 
     def call_optimizer(self, optimizer: torch.optim.Optimizer, method: str) -> None:
         """Call an optimizer method, such as "train", that changes parameters. Do nothing if the optimizer lacks it."""
-        getattr(optimizer, method, lambda: None)()
+        function = getattr(optimizer, method, None)
+        if function is not None:
+            function()
 
     def keeps_whole_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer's states are kept as full tensors instead of being sharded like the parameters."""

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def choose_strategy(
-    chosen: ResolvedLayout, collectives: Collectives, number_format: str = "no", is_deferred: bool = False
+    resolved: ResolvedLayout, collectives: Collectives, number_format: str = "no", is_deferred: bool = False
 ) -> Strategy:
     """Create the strategy that the run requests: one of Headway's own, or one that a package has registered.
 
     Args:
-        chosen: Requested strategy, as text and as a layout.
+        resolved: Requested strategy, as text and as a layout, with the options that apply to it.
         collectives: Collectives over all ranks.
         number_format: Mixed precision of the run, such as "bf16". Default: "no".
         is_deferred: Whether gradients are reduced only once per accumulation window, after its last backward. Default:
@@ -39,44 +39,56 @@ def choose_strategy(
         ConfigError: If the strategy is unknown, or the registered object is not a strategy.
         UnsupportedError: If the layout is not supported.
     """
-    registered = mesh.find_entry_point(chosen.text)
-    if registered is not None:
-        return _load_registered(registered, chosen.text, collectives, chosen.options)
+    entry_point = mesh.find_entry_point(resolved.text)
+    if entry_point is not None:
+        return _load_registered(entry_point, resolved.text, collectives, resolved.options)
     return build_strategy(
         collectives,
-        chosen.options,
-        chosen.layout,
+        resolved.options,
+        resolved.layout,
         number_format=number_format,
         is_deferred=is_deferred,
-        engine=chosen.engine,
+        engine=resolved.engine,
     )
 
 
-def _load_registered(registered: "EntryPoint", text: str, collectives: Collectives, options: EngineOptions) -> Strategy:
+def _load_registered(
+    entry_point: "EntryPoint", text: str, collectives: Collectives, options: EngineOptions
+) -> Strategy:
     """Import and create a strategy that a package has registered.
 
+    Args:
+        entry_point: Entry point of the package, which names the strategy's class or a function that creates it.
+        text: Strategy as written by the user, such as "mirror=2".
+        collectives: Collectives over all ranks.
+        options: Options from the script's `kwargs_handlers`.
+
     Raises:
-        ConfigError: If it cannot be imported, lacks attributes of `Strategy`, or divides the data inconsistently.
+        ConfigError: If it cannot be imported, or lacks attributes of `Strategy`. Also if its `data_group` does not
+            contain one process of each data shard, in order.
     """
-    where = f"strategy {text!r}, registered as {registered.value}"
+    where = f"strategy {text!r}, registered as {entry_point.value}"
     try:
-        make = registered.load()
+        factory = entry_point.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{where}, cannot be loaded: {error}; fix or uninstall that package") from error
-    made: Strategy = make(collectives, text, options)
-    members = {name for kind in Strategy.__mro__ for name in (*vars(kind), *vars(kind).get("__annotations__", {}))}
-    missing = sorted(name for name in members if not name.startswith("_") and not hasattr(made, name))
+    strategy: Strategy = factory(collectives, text, options)
+    required: set[str] = set()
+    for base_class in Strategy.__mro__:
+        # Attributes without a default are only annotated.
+        required.update(vars(base_class), vars(base_class).get("__annotations__", {}))
+    missing = sorted(name for name in required if not name.startswith("_") and not hasattr(strategy, name))
     if missing:
         raise ConfigError(
             f"{where}, lacks {', '.join(missing)}; derive its class from SingleStrategy or DDPStrategy, which have them all"
         )
-    group, shard = made.data_group, made.data_shard
+    group, shard = strategy.data_group, strategy.data_shard
     if (group.rank, group.world_size) != (shard.index, shard.count):
         raise ConfigError(
             f"{where}: on rank {collectives.rank} data_shard is {shard.index} of {shard.count}, but this process is rank "
             f"{group.rank} of {group.world_size} in data_group, which must contain one process of each shard, in order"
         )
-    return made
+    return strategy
 
 
 def build_strategy(
@@ -86,7 +98,7 @@ def build_strategy(
     number_format: str = "no",
     is_deferred: bool = False,
     engine: EnginePlugin | None = None,
-    computes_on: str | None = None,
+    device_type: str | None = None,
 ) -> Strategy:
     """Create the strategy for a layout. In a single-process run without an engine, this is `SingleStrategy`.
 
@@ -98,19 +110,19 @@ def build_strategy(
         is_deferred: Whether gradients are reduced only once per accumulation window, after its last backward. Default:
             False.
         engine: Settings of an engine such as DeepSpeed that replaces torch's DDP and FSDP. Default: None.
-        computes_on: Device type for which number formats are chosen. If None, this process's device type.
+        device_type: Device type for which number formats are chosen. If None, this process's device type.
 
     Raises:
         UnsupportedError: If the layout, or its combination with the options, is not supported.
     """
     if engine is not None:
-        built: Strategy = engine.build_strategy(collectives, options, number_format, is_deferred)
-        return built
+        strategy: Strategy = engine.build_strategy(collectives, options, number_format, is_deferred)
+        return strategy
     if not layout.is_replicas_only:
         _check_combination(layout, options, number_format, is_deferred)
         if layout.pp > 1:
-            return _build_pipeline(collectives, options, layout, number_format, computes_on)
-        return _build_mesh_strategy(collectives, options, layout, number_format, computes_on)
+            return _build_pipeline(collectives, options, layout, number_format, device_type)
+        return _build_mesh_strategy(collectives, options, layout, number_format, device_type)
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)
     if collectives.world_size > 1:
@@ -122,19 +134,21 @@ def _check_combination(layout: Layout, options: EngineOptions, number_format: st
     """Raise an error if a layout with more than plain data parallelism does not support the options of the run.
 
     Raises:
-        UnsupportedError: If the combination is not supported.
+        UnsupportedError: If the layout does not support automatic micro-batching, float8, or options of sharding and
+            tensor parallelism in a pipeline.
     """
+    sharding = options.sharding or ShardingOptions()
     float8 = (options.float8 or Float8Options()) if number_format == "fp8" else None
     if is_deferred:
-        _check_replayed(layout, options.sharding or ShardingOptions(), float8)
+        _check_automatic_microbatching(layout, sharding, float8)
     if float8 is not None:
-        _check_float8(layout, options.sharding or ShardingOptions(), float8)
+        _check_float8(layout, sharding, float8)
     if layout.pp > 1:
-        _check_stages(options.sharding or ShardingOptions(), options.tensor or TensorParallelOptions())
+        _check_pipeline_options(sharding, options.tensor or TensorParallelOptions())
 
 
 def _build_mesh_strategy(
-    collectives: Collectives, options: EngineOptions, layout: Layout, number_format: str, computes_on: str | None
+    collectives: Collectives, options: EngineOptions, layout: Layout, number_format: str, device_type: str | None
 ) -> "MeshStrategy":
     from headway.core.strategies.fully_sharded.mesh import (
         MeshStrategy,  # imports torch's compiler, which takes one second
@@ -148,25 +162,27 @@ def _build_mesh_strategy(
         tensor=options.tensor,
         context=options.context,
         float8=options.float8,
-        computes_on=computes_on,
+        device_type=device_type,
     )
 
 
 def _build_pipeline(
-    collectives: Collectives, options: EngineOptions, layout: Layout, number_format: str, computes_on: str | None
+    collectives: Collectives, options: EngineOptions, layout: Layout, number_format: str, device_type: str | None
 ) -> Strategy:
     """Create the strategy of a pipeline. If the layout has axes other than pp and replicas, stages are sharded, too."""
-    is_spread = bool(layout.sizes.keys() - {"pp", "replicate"})
-    spread = _build_mesh_strategy(collectives, options, layout, number_format, computes_on) if is_spread else None
-    make: Callable[..., Strategy] = extensions.load("strategy", "pp")
-    return make(collectives, layout, options.pipeline or PipelineOptions(), spread)
+    stage_strategy = None
+    has_sharded_stages = bool(layout.sizes.keys() - {"pp", "replicate"})
+    if has_sharded_stages:
+        stage_strategy = _build_mesh_strategy(collectives, options, layout, number_format, device_type)
+    create_strategy: Callable[..., Strategy] = extensions.load("strategy", "pp")
+    return create_strategy(collectives, layout, options.pipeline or PipelineOptions(), stage_strategy)
 
 
-def _check_stages(sharding: ShardingOptions, tensor: TensorParallelOptions) -> None:
-    """Raise an error if pipeline stages cannot be sharded with these options.
+def _check_pipeline_options(sharding: ShardingOptions, tensor: TensorParallelOptions) -> None:
+    """Raise an error if a pipeline does not support these options of sharding and tensor parallelism.
 
     Raises:
-        UnsupportedError: If the options do not support pipeline stages.
+        UnsupportedError: If `loss_parallel` is True, or `reshard_after_forward` is True or a number of ranks.
     """
     if tensor.loss_parallel:
         raise UnsupportedError(
@@ -185,32 +201,37 @@ def _check_float8(layout: Layout, sharding: ShardingOptions, float8: Float8Optio
     """Raise an error if float8 does not support the layout, or if the options request an impossible float8 all-gather.
 
     Raises:
-        UnsupportedError: If the combination is not supported. The message names the supported ones.
+        UnsupportedError: If the layout has expert or context parallelism, or a pipeline with tensor parallelism. Also if
+            weights are to be gathered in float8 in a pipeline, or with a number of ranks as `reshard_after_forward`. The
+            message names the supported layouts.
     """
-    reshards, gathers = sharding.reshard_after_forward, bool(float8.all_gather)
-    checks = {
-        "expert parallelism (ep): experts would compute in bf16": layout.ep > 1,
-        "context parallelism (cp), whose parts of sequences would have scales of their own": layout.cp > 1,
-        "pipelines with tensor parallelism (pp+tp)": layout.pp > 1 and layout.tp > 1,
-        "fsdp_all_gather=True in pipelines (pp), which gather weights once per window": layout.pp > 1 and gathers,
-        f"fsdp_all_gather=True with reshard_after_forward={reshards}": gathers
-        and not isinstance(reshards, bool | None),
-    }
-    refused = next((text for text, is_refused in checks.items() if is_refused), None)
-    if refused is not None:
+    reshard, gathers_float8 = sharding.reshard_after_forward, bool(float8.all_gather)
+    unsupported = ""
+    if layout.ep > 1:
+        unsupported = "expert parallelism (ep): experts would compute in bf16"
+    elif layout.cp > 1:
+        unsupported = "context parallelism (cp), whose parts of sequences would have scales of their own"
+    elif layout.pp > 1 and layout.tp > 1:
+        unsupported = "pipelines with tensor parallelism (pp+tp)"
+    elif layout.pp > 1 and gathers_float8:
+        unsupported = "fsdp_all_gather=True in pipelines (pp), which gather weights once per window"
+    elif gathers_float8 and not isinstance(reshard, bool | None):
+        unsupported = f"fsdp_all_gather=True with reshard_after_forward={reshard}"
+    if unsupported:
         raise UnsupportedError(
-            f"mixed_precision='fp8' does not support {refused}. Use Float8Options(fsdp_all_gather=False) or leave it out, with one "
-            "of the layouts 'ddp', 'fsdp', 'hsdp', 'tp', 'fsdp+tp=2', 'pp' and 'pp=2+fsdp'; or mixed_precision='bf16'"
+            f"mixed_precision='fp8' does not support {unsupported}. Use Float8Options(fsdp_all_gather=False) or leave it out, "
+            "with one of the layouts 'ddp', 'fsdp', 'hsdp', 'tp', 'fsdp+tp=2', 'pp' and 'pp=2+fsdp'; or mixed_precision='bf16'"
         )
 
 
-def _check_replayed(layout: Layout, sharding: ShardingOptions, float8: Float8Options | None) -> None:
-    """Raise an error if a rank that runs out of memory could not join all collectives of the layout.
+def _check_automatic_microbatching(layout: Layout, sharding: ShardingOptions, float8: Float8Options | None) -> None:
+    """Raise an error if the layout or the options do not support `microbatching="auto"`.
 
-    Without this check, its peers would wait in a collective forever.
+    A rank that runs out of memory must be able to join all collectives of its peers, which would otherwise wait forever.
 
     Raises:
-        UnsupportedError: If the layout contains collectives that such a rank cannot join.
+        UnsupportedError: If the layout has pipeline, expert, context or tensor parallelism, or no shards. Also if weights
+            are gathered in float8, or `reshard_after_forward` is a number of ranks.
     """
     others = [axis for axis in ("pp", "ep", "cp", "tp") if getattr(layout, axis) > 1]
     if others:
@@ -227,9 +248,9 @@ def _check_replayed(layout: Layout, sharding: ShardingOptions, float8: Float8Opt
             "microbatching='auto' does not work with weights that are gathered in float8, whose scales are exchanged in forward; "
             "pass kwargs_handlers=[Float8Options(fsdp_all_gather=False)]"
         )
-    kept = sharding.reshard_after_forward
-    if kept is not None and not isinstance(kept, bool):
+    reshard = sharding.reshard_after_forward
+    if reshard is not None and not isinstance(reshard, bool):
         raise UnsupportedError(
-            f"microbatching='auto' does not work with ShardingOptions(reshard_after_forward={kept}), which gathers among other ranks "
-            "in backward; use True, False or None, or leave microbatching off"
+            f"microbatching='auto' does not work with ShardingOptions(reshard_after_forward={reshard}), which gathers "
+            "among other ranks in backward; use True, False or None, or leave microbatching off"
         )

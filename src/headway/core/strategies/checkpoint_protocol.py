@@ -22,7 +22,7 @@ class CheckpointStrategy:
     """
 
     everyone: Collectives
-    _expected: Set[str] = frozenset()
+    _expected_names: Set[str] = frozenset()
 
     def expect_values(self, names: Set[str]) -> None:
         """Record which tensors of the next model to be prepared will be filled from files or from rank 0.
@@ -32,7 +32,7 @@ class CheckpointStrategy:
         Args:
             names: Names of the tensors.
         """
-        self._expected = names
+        self._expected_names = names
 
     def materialize_model(self, model: torch.nn.Module) -> None:
         """Initialize a model that is on the meta device, with equal values on all ranks.
@@ -44,14 +44,14 @@ class CheckpointStrategy:
             PrepareError: If a parameter is on the meta device and no values are expected for it, or if a module cannot
                 initialize its buffers.
         """
-        lazy = [name for name, p in model.named_parameters() if p.is_meta and name not in self._expected]
+        lazy = [name for name, p in model.named_parameters() if p.is_meta and name not in self._expected_names]
         if lazy:
             raise PrepareError(
                 f"{len(lazy)} parameters of {type(model).__name__} are on the meta device (as {lazy[0]!r}); before prepare(), name "
                 "the checkpoint that has their values: accelerator.load_weights(model, folder)"
             )
-        check_initializers(model, self._expected)
-        fill_model(model, (), self.everyone.runtime.device, self.everyone, self._expected)
+        check_initializers(model, self._expected_names)
+        fill_model(model, (), self.everyone.runtime.device, self.everyone, self._expected_names)
 
     def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module that the user passed to `prepare()`."""

@@ -34,7 +34,7 @@ from headway.core.memory import attempt
 from headway.core.precision.mixed import Precision
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.runtime.collectives.transferable import is_plain, make_transferable
+from headway.core.runtime.collectives.transferable import is_transferable, make_transferable
 from headway.core.runtime.group import CPU_BACKEND, find_backend
 from headway.core.strategies._torch import broadcast_coalesced
 from headway.core.strategies.base import Engine, Strategy, Transform
@@ -42,8 +42,8 @@ from headway.core.strategies.replica import average_gradients
 from headway.core.weights.pieces import iterate_inner_tensors
 from headway.errors import HeadwayError, StateError, UnsupportedError
 
-_KEY = "rebuilt_per_bucket_param_indices"
-_FEWEST = 3
+_BUCKET_ORDER_KEY = "rebuilt_per_bucket_param_indices"
+_MIN_RANKS = 3
 """Smallest number of ranks for which the order of the terms affects the rounding of a sum."""
 
 
@@ -51,27 +51,28 @@ def _read_logging_data(engine: DistributedDataParallel) -> dict[str, Any]:
     return engine._get_ddp_logging_data()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _is_rebuilt(engine: DistributedDataParallel) -> bool:
-    is_fixed = engine.find_unused_parameters or engine.static_graph
-    return not is_fixed and engine.process_group.size() >= _FEWEST
+def _does_order_matter(engine: DistributedDataParallel) -> bool:
+    """Whether DDP rebuilds its buckets in the order of the gradients, and this order affects the rounding of sums."""
+    keeps_initial_buckets = engine.find_unused_parameters or engine.static_graph
+    return not keeps_initial_buckets and engine.process_group.size() >= _MIN_RANKS
 
 
 @contextmanager
 def _remove_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Return a context in which the gradient hooks that the script registered on the parameters are removed."""
-    held = [
-        (hooks, dict(hooks))
-        for parameter in parameters
-        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if hooks
-    ]
-    for hooks, _ in held:
+    hook_dicts = []
+    for parameter in parameters:
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            if hooks:
+                hook_dicts.append(hooks)
+    copies = [dict(hooks) for hooks in hook_dicts]
+    for hooks in hook_dicts:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, kept in held:
-            hooks.update(kept)
+        for hooks, copy in zip(hook_dicts, copies):
+            hooks.update(copy)
 
 
 default_hooks = LazyModule("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
@@ -93,18 +94,18 @@ class Replica:
 
     Attributes:
         engine: DDP instance.
-        has_learned: Whether DDP with a static graph has run its first backward, in which it learns the graph.
-        is_apart: Whether a block of `keep_local` is active for the model.
-        is_armed: Whether DDP's reducer waits for gradients of its own forward.
-        is_kept_local: Whether the last forward ran under no_sync, and its backward has not run yet.
+        has_learned_graph: Whether DDP with a static graph has started the micro-batch whose backward shows it the graph.
+        trains_locally: Whether a block of `keep_local` is active for the model.
+        is_reducer_waiting: Whether DDP's reducer waits for gradients of its own forward.
+        is_forward_local: Whether the last forward ran under no_sync, and its backward has not run yet.
         must_average: Whether a backward has changed the gradients on this rank without a reduction.
     """
 
     engine: DistributedDataParallel
-    has_learned: bool = False
-    is_apart: bool = False
-    is_armed: bool = False
-    is_kept_local: bool = False
+    has_learned_graph: bool = False
+    trains_locally: bool = False
+    is_reducer_waiting: bool = False
+    is_forward_local: bool = False
     must_average: bool = False
 
 
@@ -128,7 +129,7 @@ class DDPStrategy(Strategy):
         self.gradient_divisor = collectives.world_size
         self._options = options
         self._replicas: dict[int, Replica] = {}
-        self._reduced: dict[int, str] = {}
+        self._reduced_names: dict[int, str] = {}  # names of the parameters that DDP reduces, by ID
         scope.get_or_create(tracebacks.ExceptionHook).add_note(explain_error)
 
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
@@ -142,64 +143,68 @@ class DDPStrategy(Strategy):
         super().setup_model(model, transforms)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return None
-        chosen, device = self._options, next(iter(model.parameters())).device
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        options, device = self._options, next(iter(model.parameters())).device
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # torch's private list of names
         named = chain(model.named_parameters(), model.named_buffers())
         tensors = [each for name, each in named if name not in ignored]
-        # torch's own broadcast cannot handle these, nor lazy conjugates and dtypes such as int16 and float8 on gloo.
-        is_odd = any(
-            inner is not each or not is_plain(each) for inner, each in zip(iterate_inner_tensors(tensors), tensors)
+        # torch's own broadcast cannot handle tensors that consist of other tensors, lazy conjugates, and dtypes such as int16
+        # and float8 on gloo.
+        needs_own_broadcast = any(
+            inner is not each or not is_transferable(each)
+            for inner, each in zip(iterate_inner_tensors(tensors), tensors)
         )
-        if is_odd:
+        if needs_own_broadcast:
             self.everyone.broadcast_into(list(iterate_inner_tensors(tensors)))
         engine = DistributedDataParallel(
             model,
-            init_sync=not is_odd,
+            init_sync=not needs_own_broadcast,
             device_ids=None if device.type == "cpu" else [device],
-            dim=chosen.dim,
-            bucket_cap_mb=chosen.bucket_cap_mb,
-            find_unused_parameters=chosen.find_unused_parameters,
-            gradient_as_bucket_view=chosen.gradient_as_bucket_view,
-            static_graph=chosen.static_graph,
+            dim=options.dim,
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
             process_group=self.everyone.group,
             **_NO_FORWARD_SYNC,
         )
-        _register_hook(engine, chosen)
+        _register_communication_hook(engine, options)
         self._replicas[id(model)] = Replica(engine)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._reduced.update((id(p), name) for name, p in trained.items())
+        self._reduced_names.update((id(p), name) for name, p in trained.items())
         if len(self._replicas) == 1:
             # Release DDP at the end: a prepared model may outlive its Accelerator and would keep the process group alive.
             process.release_at_end(self.release_model, ends_with_group=True)
 
-        def run(*args: object, **kwargs: object) -> Any:
+        def run_forward(*args: object, **kwargs: object) -> Any:
             replica = self._replicas[id(model)]
-            travels = replica.engine.require_backward_grad_sync
-            replica.is_armed, replica.is_kept_local = replica.is_armed or travels, not travels
+            reduces_gradients = replica.engine.require_backward_grad_sync
+            replica.is_forward_local = not reduces_gradients
+            if reduces_gradients:
+                replica.is_reducer_waiting = True
             try:
                 return replica.engine(*args, **kwargs)
             except RuntimeError as error:
-                named = _name_parameters(error, model, trained, self._options.find_unused_parameters)
-                if named is None:
+                better_error = _make_parameter_error(error, model, trained, self._options.find_unused_parameters)
+                if better_error is None:
                     raise
-                raise named from None
+                raise better_error from None
 
-        return run
+        return run_forward
 
     def micro_batch_context(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """Return DDP's no_sync context if `sync` is False, else a context without effect.
 
-        With a static graph, the first context has no effect in any case. Nor has a context for a model without DDP.
+        A model without DDP always gets a context without effect. With a static graph, so does the first micro-batch.
         """
         replica = self._replicas.get(id(model))
         if replica is None:
             return nullcontext()
         if sync:
-            replica.is_kept_local = False
+            replica.is_forward_local = False
             return nullcontext()
-        if self._options.static_graph and not replica.has_learned:
+        if self._options.static_graph and not replica.has_learned_graph:
             # DDP learns a static graph from the first backward, which must not be a local one.
-            replica.has_learned = True
+            replica.has_learned_graph = True
             return nullcontext()
         return replica.engine.no_sync()
 
@@ -218,12 +223,12 @@ class DDPStrategy(Strategy):
         if replica is None:  # the model has no trainable parameters, so DDP does not wrap it
             yield
             return
-        replica.is_apart = True
+        replica.trains_locally = True
         try:
             with replica.engine.no_sync():
                 yield
         finally:
-            replica.is_apart = False
+            replica.trains_locally = False
 
     def get_peers(self) -> Collectives | None:
         """Return the collectives over all ranks, or None while ranks train separately.
@@ -231,7 +236,7 @@ class DDPStrategy(Strategy):
         Ranks train separately in local SGD and in `no_sync`.
         """
         for each in self._replicas.values():
-            if each.is_apart or not each.engine.require_backward_grad_sync:
+            if each.trains_locally or not each.engine.require_backward_grad_sync:
                 return None
         return self.everyone
 
@@ -243,13 +248,15 @@ class DDPStrategy(Strategy):
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """Enable gradient reduction in the next backward of these models, even if the forward ran in no_sync."""
-        for replica in filter(None, (self._replicas.get(id(model)) for model in models)):
-            replica.is_kept_local = False
+        for model in models:
+            replica = self._replicas.get(id(model))
+            if replica is not None:
+                replica.is_forward_local = False
 
     def must_join_backward(self) -> bool:
         """Whether the next backward reduces a model's gradients, so that other ranks wait for this rank's gradients."""
         return any(
-            each.is_armed or (each.engine.require_backward_grad_sync and not each.is_kept_local)
+            each.is_reducer_waiting or (each.engine.require_backward_grad_sync and not each.is_forward_local)
             for each in self._replicas.values()
         )
 
@@ -257,11 +264,11 @@ class DDPStrategy(Strategy):
         """Run backward, and record the models whose gradients DDP did not reduce during this backward."""
         super().backward(loss, factor, precision, **kwargs)
         for each in self._replicas.values():
-            if each.is_armed:
-                each.is_armed = _find_unfinished(each.engine) is not None
-            elif each.engine.require_backward_grad_sync and not each.is_kept_local:
+            if each.is_reducer_waiting:
+                each.is_reducer_waiting = _find_unfinished_reduction(each.engine) is not None
+            elif each.engine.require_backward_grad_sync and not each.is_forward_local:
                 each.must_average = True
-            each.is_kept_local = False
+            each.is_forward_local = False
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Average the gradients that backward did not reduce, and broadcast rank 0's module buffers.
@@ -279,7 +286,7 @@ class DDPStrategy(Strategy):
             return
         for each in self._replicas.values():
             module = each.engine.module
-            if not module.training or each.is_apart or next(module.buffers(), None) is None:
+            if not module.training or each.trains_locally or next(module.buffers(), None) is None:
                 continue
             buffers = make_transferable(buffer for buffer in module.buffers() if buffer.numel())
             if buffers:
@@ -294,7 +301,7 @@ class DDPStrategy(Strategy):
         Raises:
             UnsupportedError: If a gradient is sparse.
         """
-        parameters = [p for p in engine.module.parameters() if id(p) in self._reduced and p.requires_grad]
+        parameters = [p for p in engine.module.parameters() if id(p) in self._reduced_names and p.requires_grad]
         if all(p.grad is None for p in parameters):
             return  # the model took no part in the loss
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
@@ -310,31 +317,43 @@ class DDPStrategy(Strategy):
             StateError: If parameters were unfrozen after prepare(), or frozen although DDP waits for their gradients.
             UnsupportedError: If parameters took no part in the loss although DDP waits for their gradients.
         """
-        for engine in [each.engine for each in self._replicas.values() if each.is_armed]:
-            error, module = _find_unfinished(engine), engine.module
-            trained = {n: p for n, p in module.named_parameters() if id(p) in self._reduced}
-            named = error and _name_parameters(error, module, trained, self._options.find_unused_parameters)
-            if named:
-                raise named
-        reduced, unknown, frozen = self._reduced, [], []
+        self._check_reductions()
+        added, frozen_names = [], []
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if not p.requires_grad:
-                    if id(p) in reduced:
-                        frozen.append(reduced[id(p)])
-                elif p.grad is not None and id(p) not in reduced:
-                    unknown.append(p)
-        if frozen and not self._options.find_unused_parameters:
-            raise StateError(_explain_frozen(type(optimizer).__name__, frozen))
-        if unknown:
-            shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
+                is_reduced = id(p) in self._reduced_names
+                if is_reduced and not p.requires_grad:
+                    frozen_names.append(self._reduced_names[id(p)])
+                if not is_reduced and p.requires_grad and p.grad is not None:
+                    added.append(p)
+        if frozen_names and not self._options.find_unused_parameters:
+            raise StateError(_describe_frozen(type(optimizer).__name__, frozen_names))
+        if added:
+            shapes = ", ".join(str(tuple(p.shape)) for p in added[:3])
             raise StateError(
-                f"{len(unknown)} parameters of {type(optimizer).__name__} (shapes {shapes}) were added or unfrozen after "
+                f"{len(added)} parameters of {type(optimizer).__name__} (shapes {shapes}) were added or unfrozen after "
                 "prepare(): DDP does not reduce their gradients, so the replicas would become different. Add or unfreeze "
                 "parameters before prepare(), or call free_memory() and prepare the model again, or use microbatching='auto', "
                 "which reduces the gradients of all trainable parameters"
             )
         return super().step_optimizer(optimizer, precision, closure)
+
+    def _check_reductions(self) -> None:
+        """Raise an error that names the parameters if a reducer still waits for gradients after the last backward.
+
+        Raises:
+            StateError: If such parameters were frozen after prepare().
+            UnsupportedError: If they took no part in the loss.
+        """
+        for replica in self._replicas.values():
+            error = _find_unfinished_reduction(replica.engine) if replica.is_reducer_waiting else None
+            if error is None:
+                continue
+            module = replica.engine.module
+            trained = {name: p for name, p in module.named_parameters() if id(p) in self._reduced_names}
+            better_error = _make_parameter_error(error, module, trained, self._options.find_unused_parameters)
+            if better_error is not None:
+                raise better_error
 
     def get_reduction_order(self, model: torch.nn.Module) -> list[int]:
         """Return the indices of parameters in the order of DDP's buckets.
@@ -343,14 +362,16 @@ class DDPStrategy(Strategy):
         PowerSGD keeps state between reductions.
         """
         replica = self._replicas.get(id(model))
-        is_kept = self._options.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
-        if replica is None or is_kept or not _is_rebuilt(replica.engine):
+        uses_power_sgd = self._options.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
+        if replica is None or uses_power_sgd or not _does_order_matter(replica.engine):
             return []
         engine = replica.engine
         engine.reducer._rebuild_buckets()  # after the first backward, as the next forward would do
-        if _KEY not in _read_logging_data(engine) and engine.logger is not None:
+        if _BUCKET_ORDER_KEY not in _read_logging_data(engine) and engine.logger is not None:
             engine.logger.set_runtime_stats_and_log()
-        return [int(number) for number in re.findall(r"\d+", str(_read_logging_data(engine).get(_KEY, "")))]
+        return [
+            int(number) for number in re.findall(r"\d+", str(_read_logging_data(engine).get(_BUCKET_ORDER_KEY, "")))
+        ]
 
     def set_reduction_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
         """Restore the order of DDP's buckets, by running zero gradients through the reducer in that order.
@@ -358,7 +379,7 @@ class DDPStrategy(Strategy):
         Do nothing if the order is empty, does not fit the model's trainable parameters, or does not affect results.
         """
         replica = self._replicas.get(id(model))
-        if not order or replica is None or not _is_rebuilt(replica.engine):
+        if not order or replica is None or not _does_order_matter(replica.engine):
             return
         trained = [parameter for parameter in replica.engine.module.parameters() if parameter.requires_grad]
         if sorted(order) != list(range(len(trained))):
@@ -375,12 +396,15 @@ class DDPStrategy(Strategy):
     def release_model(self, model: torch.nn.Module | None = None) -> None:
         """Release the DDP instance of one model. If `model` is None, release those of all models."""
         super().release_model()
-        self._replicas = {} if model is None else {k: each for k, each in self._replicas.items() if k != id(model)}
-        kept = {id(parameter) for each in self._replicas.values() for parameter in each.engine.module.parameters()}
-        self._reduced = {key: name for key, name in self._reduced.items() if key in kept}
+        if model is None:
+            self._replicas.clear()
+        else:
+            self._replicas.pop(id(model), None)
+        remaining = {id(parameter) for each in self._replicas.values() for parameter in each.engine.module.parameters()}
+        self._reduced_names = {key: name for key, name in self._reduced_names.items() if key in remaining}
 
 
-def _find_unfinished(engine: DistributedDataParallel) -> RuntimeError | None:
+def _find_unfinished_reduction(engine: DistributedDataParallel) -> RuntimeError | None:
     """Return torch's error about gradients for which DDP's reducer still waits, or None if it waits for none.
 
     torch has no public query for this.
@@ -392,13 +416,13 @@ def _find_unfinished(engine: DistributedDataParallel) -> RuntimeError | None:
     return None
 
 
-def _register_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
+def _register_communication_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
     if options.comm_hook is Hook.NO:
         # DDP's own reduction, unless an attempt at a batch size is in progress.
         if attempt.is_in_progress():
             engine.register_comm_hook(engine.process_group, attempt.hold_back(default_hooks.allreduce_hook))
         return
-    check_hook(options, next(iter(engine.module.parameters())).device, engine.process_group)
+    check_communication_hook(options, next(iter(engine.module.parameters())).device, engine.process_group)
     hooks: dict[Hook, Callable[..., Any]] = {
         Hook.FP16: default_hooks.fp16_compress_hook,
         Hook.BF16: default_hooks.bf16_compress_hook,
@@ -414,7 +438,9 @@ def _register_hook(engine: DistributedDataParallel, options: DistributedDataPara
     engine.register_comm_hook(state, attempt.hold_back(hook))
 
 
-def check_hook(options: DistributedDataParallelKwargs, device: torch.device, group: dist.ProcessGroup) -> None:
+def check_communication_hook(
+    options: DistributedDataParallelKwargs, device: torch.device, group: dist.ProcessGroup
+) -> None:
     """Raise an error if the backend for this device does not support the communication hook.
 
     Raises:
@@ -436,7 +462,7 @@ _NOT_FOUND_IN_OUTPUT = (
 )
 
 
-def _explain_frozen(owner: str, names: list[str]) -> str:
+def _describe_frozen(owner: str, names: list[str]) -> str:
     return (
         f"{len(names)} parameters of {owner} ({join_names(names)}) were frozen after prepare(): DDP waits for "
         "their gradients, and did not reduce those of the others. Freeze before prepare(), or pass "
@@ -444,8 +470,8 @@ def _explain_frozen(owner: str, names: list[str]) -> str:
     )
 
 
-def _name_parameters(
-    error: RuntimeError, model: torch.nn.Module, trained: dict[str, torch.nn.Parameter], finds_unused: bool
+def _make_parameter_error(
+    error: RuntimeError, model: torch.nn.Module, trained: dict[str, torch.nn.Parameter], searches_unused: bool
 ) -> HeadwayError | None:
     """Return an error that names the parameters, to replace torch's error about an unfinished reduction.
 
@@ -455,7 +481,7 @@ def _name_parameters(
         error: torch's error.
         model: User's model.
         trained: Parameters that DDP reduces, by name.
-        finds_unused: Whether DDP searches each forward's output for parameters on which it does not depend.
+        searches_unused: Whether DDP searches each forward's output for parameters on which it does not depend.
     """
     text = str(error)
     if "finished reduction in the prior iteration" not in text:
@@ -465,10 +491,10 @@ def _name_parameters(
     names = [all_names[int(index)] for index in found[1].split() if int(index) < len(all_names)] if found else []
     frozen = [name for name in names or all_names if not trained[name].requires_grad]
     if frozen:
-        return StateError(_explain_frozen(type(model).__name__, frozen))
+        return StateError(_describe_frozen(type(model).__name__, frozen))
     if not names:
         return None
     return UnsupportedError(
         f"these parameters of {type(model).__name__} took no part in the last loss: {', '.join(names)}. "
-        + (_NOT_FOUND_IN_OUTPUT if finds_unused else _UNUSED)
+        + (_NOT_FOUND_IN_OUTPUT if searches_unused else _UNUSED)
     )

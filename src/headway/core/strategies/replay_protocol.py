@@ -44,18 +44,18 @@ class ReplayStrategy:
         Returns:
             Value for `restore_gradients`.
         """
-        kept = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter, _ in kept:
+        stash = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in stash:
             parameter.grad = None
-        return kept
+        return stash
 
-    def restore_gradients(self, kept: Any) -> None:
+    def restore_gradients(self, stash: Any) -> None:
         """Restore the gradients that `stash_gradients` removed, and discard those computed since.
 
         Args:
-            kept: Return value of `stash_gradients`.
+            stash: Return value of `stash_gradients`.
         """
-        for parameter, grad in kept:
+        for parameter, grad in stash:
             parameter.grad = grad
 
     @contextmanager
@@ -90,12 +90,15 @@ class ReplayStrategy:
         """
 
     def list_members(self, step: RecordedCollective) -> Sequence[int]:
-        """Return the ranks that take part in a collective that the `CollectiveLog` contains.
+        """Return the global ranks that take part in a collective of the current batch.
+
+        Args:
+            step: Collective, as recorded in the `CollectiveLog`.
 
         Raises:
             CollectiveError: If the collective is none of this strategy's.
         """
-        return self._collectives_of(step).list_ranks()
+        return self._find_collectives(step).list_ranks()
 
     def join_collective(self, step: RecordedCollective) -> None:
         """Join a collective in which other ranks wait, with values that do not change its result.
@@ -106,11 +109,11 @@ class ReplayStrategy:
         Raises:
             CollectiveError: If any value would change the result, or if the collective is none of this strategy's.
         """
-        self._collectives_of(step).stand_in(step)
+        self._find_collectives(step).join_with_neutral_values(step)
 
-    def _collectives_of(self, step: RecordedCollective) -> Collectives:
+    def _find_collectives(self, step: RecordedCollective) -> Collectives:
         for group in (self.everyone, self.data_group):
-            if group.place == step.group:
+            if group.log_name == step.group:
                 return group
         raise CollectiveError(f"{step.operation} of {step.group} is no exchange of the {self.name} strategy")
 

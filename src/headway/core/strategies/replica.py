@@ -6,7 +6,7 @@ backward; `benchmarks/microbatching` measures the cost.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from headway.errors import PrepareError, UnsupportedError
 _DIRECT_BYTES = 1 << 20
 """Size in bytes from which a tensor is reduced directly. Smaller tensors are copied into buckets."""
 _BUCKET_BYTES = 25 << 20
+"""Maximum size of a bucket in bytes. It is DDP's default."""
 
 
 class ReplicaStrategy(Strategy):
@@ -42,12 +43,12 @@ class ReplicaStrategy(Strategy):
     def __init__(self, collectives: Collectives, options: DistributedDataParallelKwargs) -> None:
         super().__init__(collectives)
         self.gradient_divisor = collectives.world_size
-        self._broadcasts = options.broadcast_buffers
-        self._buckets: dict[str, tuple[list[tuple[torch.Size, torch.dtype]], GradientBuckets]] = {}
+        self._broadcasts_buffers = options.broadcast_buffers
+        self._buckets: dict[str, _CachedBuckets] = {}
         self._models: list[torch.nn.Module] = []
-        self._flags: list[bool] = []
-        chosen = (options.comm_hook, options.comm_wrapper)
-        if any(hook is not DDPCommunicationHookType.NO for hook in chosen):
+        self._has_gradient: list[bool] = []
+        hooks = (options.comm_hook, options.comm_wrapper)
+        if any(hook is not DDPCommunicationHookType.NO for hook in hooks):
             raise UnsupportedError(
                 "a communication hook belongs to DDP's reducer, which microbatching='auto' does not use; leave comm_hook "
                 "and comm_wrapper out, or microbatching off"
@@ -90,7 +91,7 @@ class ReplicaStrategy(Strategy):
         Raises:
             UnsupportedError: If a gradient is sparse.
         """
-        self._flags = [parameter.grad is not None for parameter in parameters]
+        self._has_gradient = [parameter.grad is not None for parameter in parameters]
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -104,7 +105,7 @@ class ReplicaStrategy(Strategy):
             ("buffers", self._list_buffers()),
         ):
             self._get_buckets(name, tensors).reserve(tensors)
-        return self._flags.count(False)
+        return self._has_gradient.count(False)
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Sum gradients over the ranks, and broadcast rank 0's buffers (such as running statistics).
@@ -113,20 +114,20 @@ class ReplicaStrategy(Strategy):
         Buffers of models in evaluation mode are not broadcast.
         """
         with torch.no_grad():
-            absent: list[torch.nn.Parameter] = []
+            unused: list[torch.nn.Parameter] = []
             if has_gaps:
-                flags = torch.tensor(self._flags, dtype=torch.float32)
+                flags = torch.tensor(self._has_gradient, dtype=torch.float32)
                 self.everyone.sum_in_place([flags])
-                absent = [parameter for parameter, flag in zip(parameters, flags.tolist()) if not flag]
+                unused = [parameter for parameter, flag in zip(parameters, flags.tolist()) if not flag]
             # Use the buckets that `prepare_reduction` allocated. Allocating new ones here, after the vote, might fail.
             grads = [p.grad for p in parameters if p.grad is not None]
-            self._exchange_buckets("gradients", grads, self.everyone.sum_in_place, {id(p.grad) for p in absent})
-            for parameter in absent:
+            self._exchange_buckets("gradients", grads, self.everyone.sum_in_place, {id(p.grad) for p in unused})
+            for parameter in unused:
                 parameter.grad = None
             self._exchange_buckets("buffers", self._list_buffers(), self.everyone.broadcast_in_place)
 
     def _list_buffers(self) -> list[torch.Tensor]:
-        if not self._broadcasts:
+        if not self._broadcasts_buffers:
             return []
         models = (model for model in self._models if model.training)
         return make_transferable(buffer for model in models for buffer in model.buffers() if buffer.numel())
@@ -134,21 +135,21 @@ class ReplicaStrategy(Strategy):
     def _get_buckets(self, name: str, tensors: list[torch.Tensor]) -> "GradientBuckets":
         """Return the buckets for tensors of these shapes and dtypes. They are kept for later calls with this `name`."""
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        known = self._buckets.get(name)
-        if known is None or known[0] != shapes:
-            known = self._buckets[name] = shapes, GradientBuckets(tensors)
-        return known[1]
+        cached = self._buckets.get(name)
+        if cached is None or cached.shapes != shapes:
+            cached = self._buckets[name] = _CachedBuckets(shapes, GradientBuckets(tensors))
+        return cached.buckets
 
     def _exchange_buckets(
         self,
         name: str,
         tensors: list[torch.Tensor],
         exchange: Callable[[list[torch.Tensor]], None],
-        absent: Container[int] = (),
+        unused: Container[int] = (),
     ) -> None:
         if tensors:
             buckets = self._get_buckets(name, tensors)
-            exchange(buckets.pack(tensors, absent))
+            exchange(buckets.pack(tensors, unused))
             buckets.unpack(tensors)
 
     def release_model(self, model: torch.nn.Module | None = None) -> None:
@@ -158,30 +159,46 @@ class ReplicaStrategy(Strategy):
         self._buckets.clear()
 
 
+class _Bucket(NamedTuple):
+    """Flat buffer for small tensors of one dtype and device.
+
+    Attributes:
+        flat: The buffer.
+        indices: Indices of the tensors that are packed into the buffer.
+        views: Views of the buffer with the shapes of these tensors.
+    """
+
+    flat: torch.Tensor
+    indices: list[int]
+    views: list[torch.Tensor]
+
+
 class GradientBuckets:
     """Flat buffers into which small tensors of one dtype and device are packed. Large tensors are sent directly.
 
     The layout depends only on sizes, dtypes and order of the tensors, so it is equal on all ranks.
 
     Args:
-        like: Tensors with the shapes, dtypes and devices of the tensors that will be sent.
+        templates: Tensors with the shapes, dtypes and devices of the tensors that will be sent.
     """
 
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        self._packed: list[tuple[torch.Tensor, list[int], list[torch.Tensor]]] = []
-        self._direct: list[int] = []
-        self._copies: dict[int, torch.Tensor] = {}
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, tensor in enumerate(like):
+    def __init__(self, templates: Sequence[torch.Tensor]) -> None:
+        self._buckets: list[_Bucket] = []
+        self._direct: list[int] = []  # indices of large tensors, which are sent directly
+        self._copies: dict[int, torch.Tensor] = {}  # contiguous copies of large tensors, by index
+        small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(templates):
             if tensor.nbytes >= _DIRECT_BYTES:
                 self._direct.append(index)
             else:
-                kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
-        for (dtype, device), members in kinds.items():
-            for part in _divide_into_buckets(members, like):
-                flat = torch.empty(sum(like[i].numel() for i in part), dtype=dtype, device=device)
-                pieces = torch.split(flat, [like[i].numel() for i in part])
-                self._packed.append((flat, part, [piece.view(like[i].shape) for piece, i in zip(pieces, part)]))
+                small.setdefault((tensor.dtype, tensor.device), []).append(index)
+        for (dtype, device), members in small.items():
+            for indices in _divide_into_buckets(members, templates):
+                sizes = [templates[i].numel() for i in indices]
+                flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+                pieces = torch.split(flat, sizes)
+                views = [piece.view(templates[i].shape) for piece, i in zip(pieces, indices)]
+                self._buckets.append(_Bucket(flat, indices, views))
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate the memory that `pack` needs in addition to the flat buffers. `unpack` frees it.
@@ -194,39 +211,49 @@ class GradientBuckets:
             if not tensors[i].is_contiguous() and i not in self._copies:
                 self._copies[i] = torch.empty_like(tensors[i], memory_format=torch.contiguous_format)
 
-    def pack(self, tensors: Sequence[torch.Tensor], absent: Container[int] = ()) -> list[torch.Tensor]:
+    def pack(self, tensors: Sequence[torch.Tensor], unused: Container[int] = ()) -> list[torch.Tensor]:
         """Copy tensors into the buckets, and return the tensors to send.
 
         Args:
             tensors: Tensors whose shapes equal those passed to the constructor.
-            absent: IDs of tensors that no rank needs. Large ones among them are not sent.
+            unused: IDs of tensors that no rank needs. Large ones among them are not sent.
         """
-        for _, part, views in self._packed:
-            foreach_copy_(views, [tensors[i] for i in part])
+        for bucket in self._buckets:
+            foreach_copy_(bucket.views, [tensors[i] for i in bucket.indices])
         self.reserve(tensors)
         self._copies = {i: self._copies[i].copy_(tensors[i]) for i in self._direct if not tensors[i].is_contiguous()}
-        needed = [i for i in self._direct if id(tensors[i]) not in absent]
-        return [flat for flat, _, _ in self._packed] + [self._copies.get(i, tensors[i]).view(-1) for i in needed]
+        sent_directly = [self._copies.get(i, tensors[i]).view(-1) for i in self._direct if id(tensors[i]) not in unused]
+        return [bucket.flat for bucket in self._buckets] + sent_directly
 
     def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy received values from the buckets back into the tensors."""
-        for _, part, views in self._packed:
-            foreach_copy_([tensors[i] for i in part], views)
+        """Copy received values from the buckets and from contiguous copies back into the tensors."""
+        for bucket in self._buckets:
+            foreach_copy_([tensors[i] for i in bucket.indices], bucket.views)
         for index, copy in self._copies.items():
             tensors[index].copy_(copy)
         self._copies = {}
 
 
+class _CachedBuckets(NamedTuple):
+    """Buckets, with the shapes and dtypes of the tensors for which they were allocated."""
+
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    buckets: GradientBuckets
+
+
 @torch.no_grad()
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: Collectives) -> None:
-    """Average gradients over the ranks of a group. If no rank has a gradient for a parameter, its `grad` stays None."""
+    """Average gradients over the ranks of a group, in place. All ranks must call this.
+
+    A rank without a gradient for a parameter contributes zeros. If no rank has one, the parameter's `grad` stays None.
+    """
     flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
     group.sum_in_place([flags])
-    learning = [parameter for parameter, flag in zip(parameters, flags.tolist()) if flag]
-    for parameter in learning:
+    used = [parameter for parameter, count in zip(parameters, flags.tolist()) if count]
+    for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    grads = [parameter.grad for parameter in learning if parameter.grad is not None]
+    grads = [parameter.grad for parameter in used if parameter.grad is not None]
     if grads:
         foreach_div_(grads, group.world_size)
         buckets = GradientBuckets(grads)
@@ -234,19 +261,19 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: Collectiv
         buckets.unpack(grads)
 
 
-def _divide_into_buckets(members: list[int], like: Sequence[torch.Tensor]) -> list[list[int]]:
+def _divide_into_buckets(members: list[int], templates: Sequence[torch.Tensor]) -> list[list[int]]:
     """Divide indices of tensors into one list for each bucket of at most 25 MiB.
 
     Args:
         members: Indices of the tensors to divide.
-        like: All tensors.
+        templates: All tensors.
     """
-    portions: list[list[int]] = [[]]
-    size = 0
+    buckets: list[list[int]] = [[]]
+    num_bytes = 0
     for index in members:
-        if portions[-1] and size + like[index].nbytes > _BUCKET_BYTES:
-            portions.append([])
-            size = 0
-        portions[-1].append(index)
-        size += like[index].nbytes
-    return portions
+        if buckets[-1] and num_bytes + templates[index].nbytes > _BUCKET_BYTES:
+            buckets.append([])
+            num_bytes = 0
+        buckets[-1].append(index)
+        num_bytes += templates[index].nbytes
+    return buckets

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.common import env
-from headway.core.config.spelled import StringEnum
+from headway.core.config.string_enums import StringEnum
 from headway.core.runtime import process
 from headway.core.tracking.pictures import Picture
 from headway.log import get_logger

@@ -13,7 +13,7 @@ from headway.common import scope, tracebacks
 from headway.core import extensions
 from headway.core.config.float8 import Float8Options
 from headway.core.config.load import resolve_run_setting
-from headway.core.config.run import is_automatic, resolve_windows
+from headway.core.config.run import is_automatic, resolve_accumulation
 from headway.core.data.loader import LoaderEvents
 from headway.core.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.core.precision.build import build_precision
@@ -85,10 +85,12 @@ def build_run(
     steps = settings.accumulation_steps
     if steps is None and settings.accumulation_plugin is None:
         steps = layout.default_num_steps
-    accumulation = resolve_windows(steps, settings.accumulation_plugin, settings.global_batch_size, settings.origin)
+    accumulation = resolve_accumulation(
+        steps, settings.accumulation_plugin, settings.global_batch_size, settings.origin
+    )
     replays_batches = is_automatic(settings.microbatching, accumulation)
     strategy = choose_strategy(layout, collectives, mixed_precision, replays_batches)
-    scaling = layout.options.without_loss_scaling() if strategy.capabilities.scales_losses else layout.options
+    scaling = layout.options.disable_loss_scaling() if strategy.capabilities.scales_losses else layout.options
     loader_events = LoaderEvents()
     prepared = PreparedObjects(strategy.free_gathered)
     is_watched = pulse.is_watched() or runtime.world_size > 1

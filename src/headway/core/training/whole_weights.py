@@ -95,7 +95,7 @@ class WholeWeights:
             tensors = gather_state(tensors.items(), everyone)
             if self._runtime.rank == attended.ranks[0]:
                 save_weights(tensors.items(), folder, max_shard_size) if is_safe else save_pickled(tensors, folder)
-        if not (attended.elsewhere or everyone.has_ended):
+        if not (attended.absence or everyone.has_ended):
             everyone.barrier()
 
     def save_adapters(self, model: torch.nn.Module, folder: str | Path) -> None:
@@ -115,7 +115,7 @@ class WholeWeights:
         tensors = self.export(model, "save_model", is_safe=False)
         attended = self._runtime.scope.get_or_create(Attendance).find_participants("save_model")
         self._write_adapters(model, tensors, folder, attended.ranks[0])
-        if not (attended.elsewhere or everyone.has_ended):
+        if not (attended.absence or everyone.has_ended):
             everyone.barrier()
 
     def _write_adapters(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.common.text import format_ranges, format_seconds
-from headway.core.runtime.control_plane.attendance import SAVE
+from headway.core.runtime.control_plane.attendance import SAVE_CALL
 from headway.launch.watch import stacks
 from headway.launch.watch.judge import HangDiagnosis, find_loop_left_behind, is_stuck_writing, list_operations
 from headway.launch.watch.views import LATE, RankView
@@ -75,7 +75,7 @@ def format_headline(verdict: HangDiagnosis) -> str:
 def format_report(verdict: HangDiagnosis) -> str:
     """Return the full report of the hang as text for the screen."""
     lines = [format_headline(verdict)]
-    saving = [view for view in verdict.waiting if view.operation == SAVE]
+    saving = [view for view in verdict.waiting if view.operation == SAVE_CALL]
     if saving and len(saving) < verdict.world_size:
         lines.append(
             f"  save_state was called on {_name_ranks(saving)} only, at {locate_rank(saving[0])}: call it on every "

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from headway.common.optional import LazyModule
-from headway.core.strategies.parts import extend_class
+from headway.core.strategies.blocks import extend_class
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.layouts.context import sequences
 from headway.layouts.context._torch import (

@@ -30,9 +30,9 @@ from headway.core.config.parallelism import TorchContextParallelConfig
 from headway.core.memory.oom import is_out_of_memory
 from headway.core.runtime.collectives import tree
 from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.blocks import find_blocks
 from headway.core.strategies.fully_sharded import fsdp_state
 from headway.core.strategies.fully_sharded.axes import AxisOptions, ModelAxis, SplitModel
-from headway.core.strategies.parts import find_blocks
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.layouts.adapters import check_added_keys, keep_packing
 from headway.layouts.context import attention, sequences
@@ -106,7 +106,7 @@ class ContextAxis(ModelAxis):
         sequences.check_options(options.tensor, options.layout.cp)
 
     def split_model(
-        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, elsewhere: Container[int] = ()
+        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, other_stage_ids: Container[int] = ()
     ) -> "ContextParallel":
         """Register hooks that split the model's sequences, and return a callable that replaces the model.
 
@@ -114,7 +114,7 @@ class ContextAxis(ModelAxis):
             model: Model to split.
             mesh: DeviceMesh of the run, with an axis "cp".
             ranks: Collectives over all ranks of the run.
-            elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They have no effect here,
+            other_stage_ids: IDs of parameters and buffers that only other pipeline stages hold. They have no effect here,
                 because no parameter is split.
 
         Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.core.config.launch import OF_DEEPSPEED, OFFLOADS, UNSET
+from headway.core.config.launch import DEEPSPEED_SETTINGS, OFFLOAD_DEVICES, UNSET
 from headway.core.config.load import resolve_run_setting
 from headway.core.config.mesh import ENGINES
 from headway.errors import ConfigError, UnsupportedError
@@ -179,8 +179,8 @@ class DeepSpeedPlugin:
 def _check_offloads(plugin: DeepSpeedPlugin) -> None:
     for what in ("optimizer", "param"):
         device, path = getattr(plugin, f"offload_{what}_device"), getattr(plugin, f"offload_{what}_nvme_path")
-        if device is not None and device not in OFFLOADS:
-            raise ConfigError(f"offload_{what}_device={device!r}; allowed: {', '.join(OFFLOADS)}")
+        if device is not None and device not in OFFLOAD_DEVICES:
+            raise ConfigError(f"offload_{what}_device={device!r}; allowed: {', '.join(OFFLOAD_DEVICES)}")
         if device == "nvme" and path in (None, "none"):
             raise ConfigError(f"offload_{what}_device='nvme' needs offload_{what}_nvme_path")
         if path == "none":
@@ -210,7 +210,7 @@ def choose_plugin(strategy: str, given: Any, origin: str) -> DeepSpeedPlugin | N
         ConfigError: If the plugin is invalid, or the command line contradicts it.
         UnsupportedError: If several plugins are given.
     """
-    for name in OF_DEEPSPEED if given is not None else ():
+    for name in DEEPSPEED_SETTINGS if given is not None else ():
         # With --force, options of the command line replace those of the script.
         _, by = resolve_run_setting(name, given, None, code_origin=f"deepspeed_plugin of {origin}")
         given = given if by.startswith("code") else None
@@ -222,7 +222,7 @@ def read_launched_settings() -> dict[str, Any]:
 
     The dict is empty if there are none.
     """
-    told = {name: resolve_run_setting(name, UNSET, None)[0] for name in OF_DEEPSPEED}
+    told = {name: resolve_run_setting(name, UNSET, None)[0] for name in DEEPSPEED_SETTINGS}
     found = {name: value for name, value in told.items() if value is not None}
     if "deepspeed_config_file" in found:
         found["hf_ds_config"] = found.pop("deepspeed_config_file")

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from headway.core.runtime.collectives.tree import Tree, describe_structure, list_leaves, list_tensors, map_tensors
-from headway.core.strategies.parts import extend_class
+from headway.core.strategies.blocks import extend_class
 from headway.errors import PrepareError, UnsupportedError
 from headway.layouts.context.context_parallel import ContextParallel
 from headway.layouts.pipeline._torch import is_fake

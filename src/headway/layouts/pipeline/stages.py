@@ -20,8 +20,8 @@ import torch
 from headway.core.config.mesh import Layout
 from headway.core.config.parallelism import PipelineOptions
 from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.blocks import find_blocks, is_container
 from headway.core.strategies.fully_sharded import dtensors
-from headway.core.strategies.parts import find_blocks, is_container
 from headway.core.weights.pieces import ShardCutter, ShardPiece, TensorBox, TensorSplit, is_dtensor, split_wrappers
 from headway.core.weights.shards import TensorSpec
 from headway.errors import ConfigError, PrepareError

@@ -23,10 +23,11 @@ from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import Tree, find_batch_size
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.core.strategies.device_mesh import describe_ended_groups
 from headway.core.strategies.fully_sharded import dtensors, fsdp_state
-from headway.core.strategies.fully_sharded.values import AwaitedValues, check_initializers, wrap_like
-from headway.core.strategies.parts import ReplacedParameters, ShardedModels, explain_ended_groups
+from headway.core.strategies.fully_sharded.values import MissingValues, check_initializers, wrap_like
 from headway.core.strategies.replica import average_gradients
+from headway.core.strategies.sharding_records import ReplacedParameters, ShardedModels
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.layouts.adapters import check_adapters
 from headway.layouts.context.context_parallel import ContextParallel
@@ -134,7 +135,7 @@ class PipelineStrategy(Strategy):
                 f"{type(model).__name__} was cut into stages by a run that has ended, and this process has some of them; build it "
                 "again, and load its values from a checkpoint"
             )
-        check_initializers(model, self._expected)
+        check_initializers(model, self._expected_names)
 
     def move_model(self, model: torch.nn.Module, device: torch.device) -> None:
         """Do nothing: `setup_model` moves only this rank's stages to the device."""
@@ -158,7 +159,7 @@ class PipelineStrategy(Strategy):
             StateError: If the strategy's process groups have ended.
         """
         if self._has_ended and self.layout.num_ranks > self.layout.pp:
-            raise StateError(explain_ended_groups(self.layout))
+            raise StateError(describe_ended_groups(self.layout))
         known = self.everyone.runtime.scope.get_or_create(ShardedModels)
         how = (self.layout, self._options)
         parts = known.find_record(model, how)
@@ -167,10 +168,10 @@ class PipelineStrategy(Strategy):
         try:
             if parts is None:
                 if self._spread is None:
-                    missing = AwaitedValues(model, self.everyone, self._expected)
+                    missing = MissingValues(model, self.everyone, self._expected_names)
                 else:
                     self._spread.check_shardable(model)
-                    missing = self._spread.broadcast_values(model, self._expected)
+                    missing = self._spread.broadcast_values(model, self._expected_names)
                 parts = self._split_model(model, transforms)
                 known.record_model(model, how, parts)
         except BaseException:
@@ -522,7 +523,7 @@ class PipelineStrategy(Strategy):
         """
         super().scale_gradients(parameters, factor)
         if self._model is not None and self._spread is not None:
-            held = fsdp_state.list_held_gradients(fsdp_state.iterate_records(self._model))
+            held = fsdp_state.list_unreduced_gradients(fsdp_state.iterate_records(self._model))
             for grad in map(dtensors.get_local_shard, held):
                 grad.mul_(factor)
 

@@ -26,7 +26,7 @@ import torch
 
 from headway.core.config.parallelism import TensorParallelOptions
 from headway.core.runtime.collectives import tree
-from headway.core.strategies.parts import find_holders
+from headway.core.strategies.blocks import find_parameter_owners
 from headway.errors import PrepareError
 from headway.layouts.tensor import plans, styles
 from headway.layouts.tensor._torch import is_fake, unset_fake_temporarily
@@ -453,7 +453,7 @@ def _iterate_linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
     Layers whose weight is quantized or shared with other modules are left out, and so are those with adapters that
     cannot be split. For a layer with adapters, the module is the wrapper that contains the adapters.
     """
-    shared = {id(p) for p, owners in find_holders(model).values() if len(owners) > 1}
+    shared = {id(p) for p, owners in find_parameter_owners(model).values() if len(owners) > 1}
     closed: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{around}.") for around in closed):
@@ -622,7 +622,7 @@ def _find_head(model: torch.nn.Module) -> str | None:
     head = plans.find_output_head(model)
     if not isinstance(head, torch.nn.Linear):
         return None
-    owned = [{module for _, module, _ in owners} for _, owners in find_holders(model).values()]
+    owned = [{module for _, module, _ in owners} for _, owners in find_parameter_owners(model).values()]
     around = set().union(*(modules for modules in owned if head in modules))
     tables = {each for each in around if isinstance(each, torch.nn.Embedding) and not each.max_norm and not each.sparse}
     is_own = around <= {head, *tables}

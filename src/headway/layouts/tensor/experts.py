@@ -23,10 +23,10 @@ from headway.common.optional import LazyModule
 from headway.common.text import join_names
 from headway.core.runtime.collective_ledger import CollectiveLedger
 from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.blocks import find_parameter_owners
 from headway.core.strategies.fully_sharded.axes import ModelAxis, SplitModel
 from headway.core.strategies.fully_sharded.dtensors import wrap_shard
 from headway.core.strategies.fully_sharded.fsdp_collectives import name_operation
-from headway.core.strategies.parts import find_holders
 from headway.errors import PrepareError
 from headway.layouts.tensor._torch import is_fake
 from headway.layouts.tensor.calls import LocalParameters
@@ -44,7 +44,7 @@ class ExpertAxis(ModelAxis):
     """
 
     def split_model(
-        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, elsewhere: Container[int] = ()
+        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, other_stage_ids: Container[int] = ()
     ) -> "SplitExperts":
         """Keep only this rank's experts of each mixture-of-experts layer, in place.
 
@@ -54,13 +54,13 @@ class ExpertAxis(ModelAxis):
             model: Model with mixture-of-experts layers.
             mesh: DeviceMesh of the run, with an axis "ep".
             ranks: Collectives over all ranks of the run.
-            elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
+            other_stage_ids: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
         Raises:
             PrepareError: If the model has no experts that can be distributed, or if they cannot be divided evenly among
                 the ranks.
         """
-        return distribute_experts(model, mesh, ranks.ledger, elsewhere)
+        return distribute_experts(model, mesh, ranks.ledger, other_stage_ids)
 
 
 class SplitExperts(SplitModel):
@@ -92,7 +92,7 @@ class SplitExperts(SplitModel):
 
 
 def distribute_experts(
-    model: torch.nn.Module, mesh: Any, ledger: CollectiveLedger, elsewhere: Container[int] = ()
+    model: torch.nn.Module, mesh: Any, ledger: CollectiveLedger, other_stage_ids: Container[int] = ()
 ) -> SplitExperts:
     """Keep only this rank's experts in each mixture-of-experts layer, as DTensors sharded along the first dimension.
 
@@ -100,7 +100,7 @@ def distribute_experts(
         model: Model with equal values on all ranks.
         mesh: DeviceMesh of the run, with the axis "ep" and, under tensor parallelism, the axis "tp".
         ledger: Ledger of collectives, in which the all-to-alls of tokens are recorded with module names.
-        elsewhere: IDs of parameters that only other pipeline stages hold. Experts with such parameters do not change.
+        other_stage_ids: IDs of parameters that only other pipeline stages hold. Experts with such parameters do not change.
 
     Returns:
         Handle to the modules that hold this rank's experts. Calling such a module is now a collective along the "ep" axis.
@@ -115,7 +115,7 @@ def distribute_experts(
     _check_experts(model, found, axis.size)
     distributed, calls = [], []
     for name, module in found.items():
-        if any(id(parameter) in elsewhere for parameter in module.parameters()):
+        if any(id(parameter) in other_stage_ids for parameter in module.parameters()):
             continue
         adapters = _list_adapters(model, name)
         for key, parameter in module._parameters.items():
@@ -213,7 +213,9 @@ def _check_experts(model: torch.nn.Module, found: dict[str, torch.nn.Module], si
         )
     for name, module in found.items():
         _check_adapters(kind, name, module, _list_adapters(model, name), size)
-    shared = [name for parameter, holders in find_holders(model).values() if len(holders) > 1 for name, *_ in holders]
+    shared = [
+        name for parameter, holders in find_parameter_owners(model).values() if len(holders) > 1 for name, *_ in holders
+    ]
     if tied := [name for name in found if name in shared]:
         raise PrepareError(f"experts of {kind} share parameters with other modules ({join_names(tied)}); leave ep out")
 

@@ -23,9 +23,9 @@ from headway.core import extensions
 from headway.core.config.float8 import Float8Options
 from headway.core.config.parallelism import TensorParallelOptions
 from headway.core.runtime.collectives.checked import Collectives
+from headway.core.strategies.blocks import find_parameter_owners
 from headway.core.strategies.fully_sharded import dtensors
 from headway.core.strategies.fully_sharded.axes import ModelAxis, SplitModel
-from headway.core.strategies.parts import find_holders
 from headway.core.weights.pieces import is_dtensor
 from headway.errors import ConfigError, PrepareError
 from headway.layouts.tensor import automatic, calls, plans, styles
@@ -105,7 +105,7 @@ def _make_gradient_digest(grad: torch.Tensor) -> torch.Tensor:
 
     The gradient is processed in blocks, because a float64 copy of all of it would take many times its memory.
     """
-    flat, wide = grad.reshape(-1), dtensors.choose_wide_dtype(grad.device)
+    flat, wide = grad.reshape(-1), dtensors.choose_norm_dtype(grad.device)
     sums = torch.zeros(2, device=flat.device, dtype=wide)
     for start in range(0, flat.numel(), _BLOCK):
         part = flat[start : start + _BLOCK].to(wide)
@@ -123,7 +123,7 @@ class TensorAxis(ModelAxis):
     """Mesh axis "tp" for tensor parallelism, in which ranks hold shards of the same matrices."""
 
     def split_model(
-        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, elsewhere: Container[int] = ()
+        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, other_stage_ids: Container[int] = ()
     ) -> "TensorParallel":
         """Split the model's matrices in place, and return a handle of the split model.
 
@@ -131,7 +131,7 @@ class TensorAxis(ModelAxis):
             model: Model to split.
             mesh: DeviceMesh of the run, with an axis "tp".
             ranks: Collectives over all ranks of the run.
-            elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
+            other_stage_ids: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
         Raises:
             ConfigError: If the plan does not fit the model.
@@ -143,7 +143,7 @@ class TensorAxis(ModelAxis):
         convert = (
             partial(_convert_layers, options=options.float8 or Float8Options(), ranks=ranks) if is_float8 else None
         )
-        return TensorParallel(model, mesh["tp"], options.tensor, is_sharded, convert, elsewhere)
+        return TensorParallel(model, mesh["tp"], options.tensor, is_sharded, convert, other_stage_ids)
 
 
 class TensorParallel(SplitModel):
@@ -155,7 +155,7 @@ class TensorParallel(SplitModel):
         options: Plan and options of tensor parallelism.
         is_sharded: Whether parameters are also sharded along their first dimension afterwards. Default: False.
         convert: Function that converts linear layers to float8, before the model is split. None: no layer is converted.
-        elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
+        other_stage_ids: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
     Raises:
         ConfigError: If the plan does not fit the model.
@@ -169,7 +169,7 @@ class TensorParallel(SplitModel):
         options: TensorParallelOptions,
         is_sharded: bool = False,
         convert: "Convert | None" = None,
-        elsewhere: Container[int] = (),
+        other_stage_ids: Container[int] = (),
     ) -> None:
         self.axis = SplitAxis.from_mesh(mesh)
         self._rng_states = SplitRNG(self.axis)
@@ -193,8 +193,8 @@ class TensorParallel(SplitModel):
             convert(model, cuts, where, self.axis)
         calls.divide_counts(model, cuts, self.axis.size, options)
         foreign = self._apply_foreign(model, cuts)
-        _place_parameters(model, where, self.axis, elsewhere)
-        self._hook_modules(model, cuts, stack, foreign, head, elsewhere)
+        _place_parameters(model, where, self.axis, other_stage_ids)
+        self._hook_modules(model, cuts, stack, foreign, head, other_stage_ids)
         self._has_head = head is not None
         self.resume()
 
@@ -252,14 +252,14 @@ class TensorParallel(SplitModel):
         stack: SequenceRegion,
         foreign: set[torch.nn.Module],
         head: SplitModule | None,
-        elsewhere: Container[int],
+        other_stage_ids: Container[int],
     ) -> None:
         partial = {site.module for site in cuts.sites.values() if site.style.is_partial}
         partial |= {model.get_submodule(name) for name in stack.partial}
         sites = {
             site.module: site
             for site in cuts.sites.values()
-            if not any(id(parameter) in elsewhere for parameter in site.module.parameters())
+            if not any(id(parameter) in other_stage_ids for parameter in site.module.parameters())
         }
         gathered = {model.get_submodule(name) for name in stack.gathered}
         blocks = {model.get_submodule(name): (name, names) for names in stack.stacks for name in names}
@@ -402,7 +402,7 @@ def _convert_layers(
 
 def _find_dimensions(model: torch.nn.Module, cuts: ModelSplit, axis: SplitAxis) -> Where:
     where: Where = {}
-    for parameter, owners in find_holders(model).values():
+    for parameter, owners in find_parameter_owners(model).values():
         asked = {f"{name}.{key}" if name else key: _find_split(cuts, name, key, parameter) for name, _, key in owners}
         wanted = {ask for ask in asked.values() if ask is not None}
         foreign = [
@@ -481,9 +481,9 @@ def _make_tied_site(
     return SplitModule(module, name, axis, style)
 
 
-def _place_parameters(model: torch.nn.Module, where: Where, axis: SplitAxis, elsewhere: Container[int]) -> None:
-    for parameter, owners in find_holders(model).values():
-        if isinstance(parameter, tensor.DTensor) or id(parameter) in elsewhere:
+def _place_parameters(model: torch.nn.Module, where: Where, axis: SplitAxis, other_stage_ids: Container[int]) -> None:
+    for parameter, owners in find_parameter_owners(model).values():
+        if isinstance(parameter, tensor.DTensor) or id(parameter) in other_stage_ids:
             continue  # converted by a torch style, or on another stage of a pipeline
         placed = place_parameter(parameter, where.get(id(parameter)), axis)
         for _, module, key in owners:

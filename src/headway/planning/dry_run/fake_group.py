@@ -153,13 +153,13 @@ class FakeCollectives(Collectives):
     def barrier(self) -> None:
         """Return immediately, because there are no other ranks."""
 
-    def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+    def broadcast_into(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         """Do nothing, because tensors have no values."""
 
-    def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+    def broadcast_in_place(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         """Do nothing, because tensors have no values."""
 
-    def sum_in_place(self, found: Sequence[torch.Tensor]) -> None:
+    def sum_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
         """Do nothing, because tensors have no values."""
 
     def gather_objects(self, obj: Any) -> list[Any]:
@@ -272,9 +272,9 @@ class StageLink(FakeCollectives):
     sum_in_place = Collectives.sum_in_place
     broadcast_in_place = Collectives.broadcast_in_place
 
-    def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+    def broadcast_into(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         """Broadcast tensors in place from rank `src`, without the handshake that checks their shapes."""
-        self.broadcast_in_place(found, src)
+        self.broadcast_in_place(tensors, src)
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """Store this rank's object, and return a list of all ranks' objects for this collective.
@@ -324,7 +324,7 @@ def run_as_rank(
             here = ProcessRuntime(rank, num_ranks, *machine, CPU, torch.device("cpu"), owns_group=False)
             everyone = FakeCollectives(here) if peer_answers is None else FakeStageGroup(here, peer_answers)
             everyone.boxes = RankBoxes(layout)
-            strategy = build_strategy(everyone, options, layout, precision, computes_on=computes_on)
+            strategy = build_strategy(everyone, options, layout, precision, device_type=computes_on)
         spread_model(model, strategy, options, computes_on)
         try:
             yield strategy

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
-from headway.core.config.load import COMMAND_LINE, SettingValue, encode_payload, resolve
+from headway.core.config.load import COMMAND_LINE, SettingValue, encode_payload, merge_layers
 from headway.core.config.preemption import Preemption
 from headway.core.config.run import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+    resolve_accumulation,
     resolve_loading,
     resolve_project,
-    resolve_windows,
 )
 from headway.errors import ConfigError
 
@@ -33,7 +33,7 @@ def test_dict_is_refused_with_the_class_to_use():
     with pytest.raises(
         ConfigError, match=r"gradient_accumulation_plugin is of type int; give .*=GradientAccumulationPlugin\("
     ):
-        resolve_windows(None, 4, None, "")
+        resolve_accumulation(None, 4, None, "")
 
 
 def test_object_of_another_library_is_named():
@@ -60,14 +60,14 @@ def test_one_name_can_be_given_without_a_tuple():
 
 def test_launchers_number_of_micro_batches_meets_the_plugin(monkeypatch):
     settings = {"gradient_accumulation_steps": SettingValue(8, f"{COMMAND_LINE}: --gradient_accumulation_steps")}
-    monkeypatch.setenv("HEADWAY_RUN", encode_payload(resolve([settings]), 1))
+    monkeypatch.setenv("HEADWAY_RUN", encode_payload(merge_layers([settings]), 1))
     for plugin in (GradientAccumulationPlugin(num_steps=4), GradientAccumulationPlugin(sync_each_batch=True)):
         with pytest.raises(
             ConfigError,
             match=rf"num_steps={plugin.num_steps}\) of train.py:1 against --gradient_accumulation_steps 8 on the",
         ):
-            resolve_windows(None, plugin, None, "train.py:1")
-    found = resolve_windows(None, GradientAccumulationPlugin(8, sync_each_batch=True), None, "train.py:1")
+            resolve_accumulation(None, plugin, None, "train.py:1")
+    found = resolve_accumulation(None, GradientAccumulationPlugin(8, sync_each_batch=True), None, "train.py:1")
     assert (found.num_steps, found.sync_each_batch) == (8, True)
     with pytest.raises(ConfigError, match=r"global_batch_size=16 .* gradient_accumulation_steps=8 \(command line"):
-        resolve_windows(None, None, 16, "train.py:1")
+        resolve_accumulation(None, None, 16, "train.py:1")

@@ -7,7 +7,7 @@ import pytest
 from headway import Accelerator
 from headway.compat.accelerate.launching.config_file import translate
 from headway.core.config.compilation import TorchDynamoPlugin
-from headway.core.config.spelled import DynamoBackend
+from headway.core.config.string_enums import DynamoBackend
 from headway.errors import ConfigError
 
 

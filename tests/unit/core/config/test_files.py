@@ -16,7 +16,7 @@ from headway.core.config.files import (
     write_config,
 )
 from headway.core.config.launch import SETTINGS, LaunchConfig
-from headway.core.config.load import resolve
+from headway.core.config.load import merge_layers
 from headway.errors import ConfigError
 
 # For more examples: `HEADWAY_EXAMPLES=10000 pytest tests/unit/core/config`.
@@ -50,7 +50,7 @@ configs = st.fixed_dictionaries({}, optional={name: make_values(SETTINGS[name]) 
 @given(configs)
 @EXAMPLES
 def test_config_round_trips_exactly(config):
-    assert resolve([parse_config(format_config(config).encode(), "f")]).config == config
+    assert merge_layers([parse_config(format_config(config).encode(), "f")]).config == config
 
 
 def _format_line(key, value):
@@ -69,12 +69,12 @@ lines = st.one_of(
 @EXAMPLES
 def test_any_bytes_give_settings_or_a_clear_error(content):
     try:
-        config = resolve([parse_config(content, "some file")]).config
+        config = merge_layers([parse_config(content, "some file")]).config
     except ConfigError as error:
         message = str(error)
     else:
         message = "some file"
-        assert resolve([parse_config(format_config(config).encode(), "f")]).config == config
+        assert merge_layers([parse_config(format_config(config).encode(), "f")]).config == config
     assert "some file" in message
 
 

@@ -15,7 +15,7 @@ from headway.compat.accelerate.launching.layout_words import read_size
 from headway.compat.accelerate.plugins import get_parallelism_config
 from headway.core.config import layout_choice
 from headway.core.config.engines import EngineOptions, collect_options
-from headway.core.config.layout_choice import WHOLE_MODEL, RequestedLayout
+from headway.core.config.layout_choice import WHOLE_MODEL_SIZE, RequestedLayout
 from headway.core.config.mesh import Layout, parse_layout
 from headway.core.config.parallelism import LayoutRequest, ShardingOptions
 from headway.errors import ConfigError, UnsupportedError
@@ -218,7 +218,7 @@ def test_options_follow_the_same_rules_as_the_layout(launched):
         ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 7}, ShardingOptions(min_num_params=7)),
         ({"auto_wrap_policy": "size_based_wrap"}, ShardingOptions(min_num_params=100_000_000)),
         ({"min_num_params": 7}, ShardingOptions(min_num_params=7)),
-        ({"auto_wrap_policy": "no_wrap"}, ShardingOptions(min_num_params=WHOLE_MODEL)),
+        ({"auto_wrap_policy": "no_wrap"}, ShardingOptions(min_num_params=WHOLE_MODEL_SIZE)),
         ({"mixed_precision_policy": "bf16"}, ShardingOptions(param_dtype="bfloat16", reduce_dtype="bfloat16")),
         ({"mixed_precision_policy": {"reduce_dtype": "fp32"}}, ShardingOptions(reduce_dtype="float32")),
     ],

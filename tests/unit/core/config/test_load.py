@@ -10,9 +10,9 @@ from headway.core.config.launch import SETTINGS, UNSET, LaunchConfig
 from headway.core.config.load import (
     SettingValue,
     encode_payload,
+    merge_layers,
     read_environment_layer,
     read_requested_num_processes,
-    resolve,
     resolve_run_setting,
 )
 from headway.errors import ConfigError
@@ -29,7 +29,7 @@ def test_strongest_layer_wins_with_its_origin():
         "num_processes": SettingValue(8, "file: f key num_processes"),
         "mixed_precision": SettingValue("bf16", "file: f key mixed_precision"),
     }
-    resolved = resolve([told, variables, file])
+    resolved = merge_layers([told, variables, file])
     assert resolved.config == LaunchConfig(num_processes=2, cpu=True, mixed_precision="bf16")
     assert resolved.get_origin("num_processes") == "command line: --num_processes"
     assert resolved.get_origin("cpu") == "environment: HEADWAY_CPU"
@@ -40,13 +40,15 @@ def test_strongest_layer_wins_with_its_origin():
 
 
 def test_false_overrides_weaker_layers():
-    resolved = resolve([{"cpu": SettingValue(False, "environment: HEADWAY_CPU")}, {"cpu": SettingValue(True, "file")}])
+    resolved = merge_layers(
+        [{"cpu": SettingValue(False, "environment: HEADWAY_CPU")}, {"cpu": SettingValue(True, "file")}]
+    )
     assert resolved.get("cpu", None) is False
 
 
 def test_unknown_setting_is_refused():
     with pytest.raises(ConfigError, match=r"num_procs.*did you mean num_processes"):
-        resolve([{"num_procs": SettingValue(1, "here")}])
+        merge_layers([{"num_procs": SettingValue(1, "here")}])
 
 
 def test_empty_variable_sets_nothing():
@@ -85,7 +87,7 @@ def test_invalid_text_is_named_with_its_origin(variable, text, message):
 
 
 def _set_payload(*layers, num_processes=2, force=False):
-    return env.patch_variables({env.PAYLOAD: encode_payload(resolve(layers, force=force), num_processes)})
+    return env.patch_variables({env.PAYLOAD: encode_payload(merge_layers(layers, force=force), num_processes)})
 
 
 def test_payload_contains_what_workers_read():
@@ -93,7 +95,7 @@ def test_payload_contains_what_workers_read():
         "mixed_precision": SettingValue("bf16", "command line: --mixed_precision"),
         "max_restarts": SettingValue(3, "x"),
     }
-    content = json.loads(encode_payload(resolve([layer]), 4))
+    content = json.loads(encode_payload(merge_layers([layer]), 4))
     assert content == {
         "version": 1, "num_processes": 4, "force": False,
         "settings": {"mixed_precision": {"value": "bf16", "origin": "command line: --mixed_precision"}},

@@ -13,7 +13,7 @@ from headway.core.runtime import group, process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.core.runtime.ending import ProcessExit, is_uncaught
-from headway.core.strategies.ddp import check_hook
+from headway.core.strategies.ddp import check_communication_hook
 from headway.errors import ConfigError, UnsupportedError
 
 CUDA = torch.device("cuda", 1)
@@ -83,9 +83,9 @@ def test_bf16_hooks_need_a_backend_other_than_gloo(init_group):
     init_group("cpu:gloo,cuda:fake")
     for options in ({"comm_hook": "bf16"}, {"comm_hook": "power_sgd", "comm_wrapper": "bf16"}):
         hook = DistributedDataParallelKwargs(**options)
-        check_hook(hook, CUDA, dist.group.WORLD)
+        check_communication_hook(hook, CUDA, dist.group.WORLD)
         with pytest.raises(UnsupportedError, match="on gloo use comm_hook='fp16'"):
-            check_hook(hook, torch.device("cpu"), dist.group.WORLD)
+            check_communication_hook(hook, torch.device("cpu"), dist.group.WORLD)
 
 
 def test_group_started_by_the_script_gets_an_additional_gloo_group(init_group, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headway.core.config.load import encode_payload, resolve
+from headway.core.config.load import encode_payload, merge_layers
 from headway.core.runtime import device, process
 from headway.core.runtime.collective_ledger import CollectiveLedger
 from headway.errors import ConfigError, DeviceUnavailable, UnsupportedError
@@ -45,7 +45,7 @@ def test_missing_device_that_the_launcher_promised_is_refused(monkeypatch):
     """On ROCm, a wrong variable hides all devices, and the run used to continue on the CPU."""
     monkeypatch.setattr(process, "detect_hardware", lambda: device.CPU)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2")
-    told = encode_payload(resolve([]), 1, device="cuda")
+    told = encode_payload(merge_layers([]), 1, device="cuda")
     monkeypatch.setenv("HEADWAY_RUN", told)
     with pytest.raises(
         DeviceUnavailable, match=r"started this process for a cuda device.*HIP_VISIBLE_DEVICES='2'.*--cpu"
@@ -61,7 +61,7 @@ def test_device_that_the_launcher_has_not_found_is_refused(monkeypatch):
     """The launcher counts devices without torch. It reported "2 processes on cpu", but both computed on CUDA devices."""
     monkeypatch.setattr(process, "detect_hardware", lambda: device.Hardware("cuda"))  # no such device is available here
     monkeypatch.setattr(device.Hardware, "count_devices", lambda self: 2)
-    monkeypatch.setenv("HEADWAY_RUN", encode_payload(resolve([]), 1, device="cpu"))
+    monkeypatch.setenv("HEADWAY_RUN", encode_payload(merge_layers([]), 1, device="cpu"))
     told = r"found no accelerator.*for the CPU, but torch .* finds 2 of cuda here\. Start with HEADWAY_DEVICE=cuda .*; --cpu "
     with pytest.raises(DeviceUnavailable, match=told):
         process.start()

@@ -45,7 +45,9 @@ class Lost(Lonely):
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Install a package that registers these strategies, and return its folder."""
     names = {"lonely": "Lonely", "bare": "Bare", "lost": "Lost", "gone": "Gone", "ddp": "Lonely"}
-    write_package(tmp_path, "toys", {mesh.GROUP: {name: f"{__name__}:{made}" for name, made in names.items()}})
+    write_package(
+        tmp_path, "toys", {mesh.ENTRY_POINT_GROUP: {name: f"{__name__}:{made}" for name, made in names.items()}}
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -75,7 +77,7 @@ def test_invalid_strategy_is_refused_with_a_remedy(installed: Path, text: str, s
 
 
 def test_name_registered_by_two_packages_is_refused(installed: Path) -> None:
-    write_package(installed, "more-toys", {mesh.GROUP: {"lonely": "elsewhere:Lonely"}})
+    write_package(installed, "more-toys", {mesh.ENTRY_POINT_GROUP: {"lonely": "elsewhere:Lonely"}})
     with pytest.raises(ConfigError, match="registered 2 times"):
         mesh.find_entry_point("lonely")
 

@@ -73,7 +73,7 @@ class Halves(SingleStrategy):
 @pytest.fixture
 def accelerator(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     """Accelerator with the strategy "halves", which an installed package registers."""
-    write_package(tmp_path, "halves", {mesh.GROUP: {"halves": f"{__name__}:Halves"}})
+    write_package(tmp_path, "halves", {mesh.ENTRY_POINT_GROUP: {"halves": f"{__name__}:Halves"}})
     monkeypatch.syspath_prepend(str(tmp_path))
     return Accelerator(cpu=True, strategy="halves", on_non_finite="skip")
 

@@ -86,7 +86,7 @@ def test_run_follows_the_json_where_it_has_no_setting() -> None:
 def test_torchs_scaler_stays_disabled() -> None:
     options = EngineOptions()
     assert options.scaler.enabled
-    assert not options.without_loss_scaling().scaler.enabled
+    assert not options.disable_loss_scaling().scaler.enabled
 
 
 def test_accelerates_names_are_available() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.compat.accelerate.launching.layout_words import LAYOUT_SECTIONS, explain_key
 from headway.core.config.launch import SETTINGS, LaunchConfig
-from headway.core.config.load import SettingValue, resolve
+from headway.core.config.load import SettingValue, merge_layers
 from headway.core.config.parallelism import LayoutRequest
 from headway.core.config.values import check_file_value, suggest_word
 from headway.errors import ConfigError
@@ -129,7 +129,7 @@ class Translation:
     @property
     def config(self) -> LaunchConfig:
         """Launch configuration that results from the file."""
-        return resolve([self.layer]).config
+        return merge_layers([self.layer]).config
 
     @property
     def num_keys(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.common import env
 from headway.common.untrusted import parse_whole_number, shorten_repr
-from headway.core.config.launch import OF_DEEPSPEED, ROTATIONS, WRAPPING
+from headway.core.config.launch import CP_EXCHANGES, DEEPSPEED_SETTINGS, WRAP_POLICIES
 from headway.core.config.parallelism import LayoutRequest
 from headway.errors import ConfigError
 
@@ -60,7 +60,7 @@ _REFUSED_OF_DEEPSPEED = {
     ),
     "deepspeed_moe_layer_cls_names": "mixtures of experts are partitioned like other layers; leave it out",
 }
-DEEPSPEED_KEYS = ("zero_stage", *OF_DEEPSPEED, *_NEEDLESS_OF_DEEPSPEED, *_REFUSED_OF_DEEPSPEED)
+DEEPSPEED_KEYS = ("zero_stage", *DEEPSPEED_SETTINGS, *_NEEDLESS_OF_DEEPSPEED, *_REFUSED_OF_DEEPSPEED)
 """Names of all DeepSpeed options that are recognized, including those that are ignored or refused."""
 
 
@@ -127,13 +127,13 @@ def _read_offload(request: LayoutRequest, value: Any, key: str) -> None:
 
 def _read_policy(request: LayoutRequest, value: Any, key: str) -> None:
     if not callable(value):
-        word = _find_word(value, tuple(each.upper() for each in WRAPPING), key).lower()
+        word = _find_word(value, tuple(each.upper() for each in WRAP_POLICIES), key).lower()
         request.request_setting("fsdp_auto_wrap_policy", word, key)
         return
     keywords = getattr(value, "keywords", {})
     classes = getattr(value, "_module_classes", None) or keywords.get("transformer_layer_cls")
     name = "transformer_auto_wrap_policy" if classes else getattr(getattr(value, "func", value), "__name__", "")
-    known = {"transformer_auto_wrap_policy": WRAPPING[0], "size_based_auto_wrap_policy": WRAPPING[1]}
+    known = {"transformer_auto_wrap_policy": WRAP_POLICIES[0], "size_based_auto_wrap_policy": WRAP_POLICIES[1]}
     if name not in known:
         request.refuse_key(
             key, "custom policies are not supported; name the blocks' classes in transformer_cls_names_to_wrap"
@@ -239,7 +239,7 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
         _find_word(value, ("TORCH",), key)
         request.ignore_key(key, "there is no other backend than torch")
     elif name == "cp_comm_strategy":
-        request.request_setting(name, _find_word(value, tuple(map(str.upper, ROTATIONS)), key).lower(), key)
+        request.request_setting(name, _find_word(value, tuple(map(str.upper, CP_EXCHANGES)), key).lower(), key)
     elif name.startswith("sp_") and (name != "sp_size" or _parse_number(value, key, 1) == 1):
         request.ignore_key(key, "DeepSpeed's sequence parallelism is not supported")
     elif name == "sp_size":
@@ -295,7 +295,7 @@ def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | Non
             raise ConfigError(f"{key}={value!r}; give a number") from None
     elif name in ("offload_optimizer_device", "offload_param_device"):
         request.request_setting(name, _find_word(value, ("CPU", "NVME"), key).lower(), key)
-    elif name in OF_DEEPSPEED:
+    elif name in DEEPSPEED_SETTINGS:
         request.request_setting(name, str(value), key)
     else:
         raise ConfigError(f"{key} is not a DeepSpeed option; remove it")

@@ -28,7 +28,7 @@ from headway.core.checkpoint.state import CollectedState
 from headway.core.config.preemption import Preemption
 from headway.core.config.run import ProjectConfiguration
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.runtime.control_plane.attendance import SAVE, Attendance, CallParticipants
+from headway.core.runtime.control_plane.attendance import SAVE_CALL, Attendance, CallParticipants
 from headway.core.runtime.events import RunEvent, subscribe
 from headway.core.training.hooks import StepHooks
 from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
@@ -243,11 +243,13 @@ class Checkpoints:
         """
         runtime = self._state.run.runtime
         checkpoint_folder = self.checkpoint_folder
-        participants = runtime.scope.get_or_create(Attendance).find_participants(SAVE, str(checkpoint_folder.iteration))
+        participants = runtime.scope.get_or_create(Attendance).find_participants(
+            SAVE_CALL, str(checkpoint_folder.iteration)
+        )
         evaluation_start = self._state.progress.find_evaluation_start() if self._repeats_evaluations else None
         if evaluation_start is not None and self._state.progress.evaluations.is_within_training_pass:
             log.warning(_WITHIN_EPOCH)
-        if not participants.elsewhere:  # all ranks take part
+        if not participants.absence:  # all ranks take part
             return self._commit_checkpoint(output_dir, is_blocking, metric, evaluation_start, extra_hook=extra_hook)
         if participants.ranks[0] == runtime.rank:
             self._warn_of_lone_save(participants)
@@ -580,7 +582,7 @@ class Checkpoints:
         """
         changed_parts = parse_changed(changed)
         participants = self._state.run.runtime.scope.get_or_create(Attendance).find_participants("load_state")
-        if participants.elsewhere:
+        if participants.absence:
             raise StateError(
                 f"load_state is called {participants}. Each rank loads its own part of the state, and all ranks check that it fits. "
                 "Call load_state on every rank, outside conditions on the rank"

@@ -81,7 +81,11 @@ class DatasetRNGStates:
     """
 
     def __init__(self) -> None:
-        self._readers: tuple[Callable[[], Any], ...] = (seed.read_torch_rng_state, random.getstate, NumpyReader().read)
+        self._readers: tuple[Callable[[], Any], ...] = (
+            seed.read_torch_rng_state,
+            random.getstate,
+            NumpyReader().read,
+        )
         self._dataset: dict[int, Any] = {}
         self._starts: dict[int, tuple[int, str]] = {}
         self._num_fetched = 0

@@ -29,22 +29,40 @@ from headway.core.runtime.group import MARGIN, can_carry_cpu, create_group, star
 from headway.core.runtime.process import ProcessRuntime
 from headway.errors import CollectiveError, ConfigError, StateError
 
-NUM_SLOTS = 32
+MAX_HANDSHAKE_NUMBERS = 32
+"""Maximum number of values that one handshake carries."""
 
-_HEADER = 3
+_NUM_HEADER_VALUES = 3
+"""Number of values before them: the operation, a hash of the signature, and the number of values."""
 
-_FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
+_NUMBER_REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 
 
-# Renamed in torch 2.13.
+# torch 2.13 has renamed this function.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-_EXCHANGES = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", VOTE, "stream_weights")
+_OPERATIONS = (
+    "numbers",
+    "gather",
+    "reduce",
+    "broadcast",
+    "pad",
+    "objects",
+    "object",
+    "barrier",
+    VOTE,
+    "stream_weights",
+)
 
 _UNPICKLABLE = -1
 """Size that a rank sends instead of the number of bytes if its object cannot be pickled."""
 
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_TENSOR_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 @dataclass
@@ -77,12 +95,13 @@ class Collectives:
         group: torch process group, which must also carry CPU tensors. Default: all processes.
         is_alone: Whether the group consists of this process only. If it does, `group` must be None, which then does not
             mean all processes. Default: False.
-        place: Name under which a `CollectiveLog` records the collectives of this group. All groups that one call of
+        log_name: Name under which the `CollectiveLog` records the collectives of this group. All groups that one call of
             `split` creates share a name. Default: "all".
 
     Attributes:
-        rank: Rank of this process in the group. Its global rank is `runtime.rank`.
+        rank: Rank of this process within the group. Its global rank is `runtime.rank`.
         world_size: Number of processes in the group.
+        group: torch process group; None for torch's default group.
         ledger: Counter of this group's collectives.
 
     Raises:
@@ -95,25 +114,25 @@ class Collectives:
         group: dist.ProcessGroup | None = None,
         *,
         is_alone: bool = False,
-        place: str = "all",
+        log_name: str = "all",
     ) -> None:
         self.runtime = runtime
         self.group = group
-        self.place = place
-        self._trail = runtime.scope.get_or_create(CollectiveLog)
+        self.log_name = log_name
+        self._log = runtime.scope.get_or_create(CollectiveLog)
         self._attendance = runtime.scope.get_or_create(Attendance)
         self._num_splits = 0
         self._cpu_group = runtime.cpu_group if group is None else group
-        is_joined = dist.is_initialized() and not is_alone
-        self.rank = dist.get_rank(group) if is_joined else 0
-        self.world_size = dist.get_world_size(group) if is_joined else 1
+        has_group = dist.is_initialized() and not is_alone
+        self.rank = dist.get_rank(group) if has_group else 0
+        self.world_size = dist.get_world_size(group) if has_group else 1
         if group is not None and self.world_size > 1 and not can_carry_cpu(group):
             raise CollectiveError(
                 f"a group of {self.world_size} processes has no engine for CPU tensors, which ranks need to agree before each "
                 "collective; create it with Collectives.split, or with backend='cpu:gloo,cuda:nccl'"
             )
         self.ledger = CollectiveLedger()
-        self._last: tuple[torch.Tensor, ...] = ()
+        self._latest_buffers: tuple[torch.Tensor, ...] = ()
 
     @property
     def has_ended(self) -> bool:
@@ -142,7 +161,7 @@ class Collectives:
         All processes must call this with equal arguments.
 
         Args:
-            groups: Ranks of each group, equal on all processes. Each rank must be in exactly one group.
+            groups: Global ranks of each group, equal on all processes. Each rank must be in exactly one group.
 
         Raises:
             CollectiveError: If a rank is in no group, is in two groups, or does not exist. Also if this object covers
@@ -157,7 +176,7 @@ class Collectives:
                 own = create_group(ranks, self.runtime.timeout + MARGIN) or own
         is_alone = any(list(ranks) == [self.runtime.rank] for ranks in groups)
         self._num_splits += 1
-        return Collectives(self.runtime, own, is_alone=is_alone, place=f"part{self._num_splits}")
+        return Collectives(self.runtime, own, is_alone=is_alone, log_name=f"part{self._num_splits}")
 
     # ---------------------------------------------------------------- small numbers
 
@@ -166,12 +185,12 @@ class Collectives:
 
         Args:
             values: Numbers of this rank. Each rank must pass the same number of values.
-            operation: Name of the collective, which must be equal on all ranks. It must be one of the names in
-                `_EXCHANGES`. Default: "numbers".
+            operation: Name of the collective, which must be equal on all ranks and one of `_OPERATIONS`. A different
+                name lets the handshake find ranks that exchange other numbers at this point. Default: "numbers".
         """
         if self.world_size == 1:
             return [list(values)]
-        return self._exchange_numbers(operation, "", values)
+        return self._run_handshake(operation, "", values)
 
     def start_sum(self, values: Sequence[float]) -> PendingHandshake | list[float]:
         """Start summing `values` over the ranks, element by element, without waiting for the sums.
@@ -201,12 +220,12 @@ class Collectives:
             values: Numbers of this rank. Each rank must pass the same number of values.
             op: "sum", "min" or "max".
         """
-        return [_FOLDS[op](column) for column in zip(*self.gather_numbers(values))]
+        return [_NUMBER_REDUCTIONS[op](column) for column in zip(*self.gather_numbers(values))]
 
     def barrier(self) -> None:
         """Wait until every rank has called barrier()."""
         if self.world_size > 1:
-            self._exchange_numbers("barrier", "", ())
+            self._run_handshake("barrier", "", ())
 
     # ---------------------------------------------------------------- tensors
 
@@ -222,20 +241,32 @@ class Collectives:
             CollectiveError: If ranks differ in structure, in dtype, or in any dimension except the first.
             CallError: If an entry is not a tensor. Inside a container, None is also allowed.
         """
-        rows = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in list_tensors(tree)]
+        tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in list_tensors(tree)]
         if self.world_size == 1:
             require_tensors(tree, "gather")
-            joined = iter(rows)
-            return map_tensors(lambda _: next(joined), tree)
-        signature = describe_structure(tree) + "".join(f"|{t.dtype}{tuple(t.shape[1:])}" for t in rows)
-        sizes = self._exchange_numbers("gather", signature, [t.shape[0] for t in rows])
+            own = iter(tensors)
+            return map_tensors(lambda _: next(own), tree)
+        signature = describe_structure(tree) + "".join(f"|{t.dtype}{tuple(t.shape[1:])}" for t in tensors)
+        sizes = self._run_handshake("gather", signature, [t.shape[0] for t in tensors])
         # Check only after the handshake. If ranks pass different structures, the handshake has raised on all of them.
         # So no rank waits for one that raised an error here.
         require_tensors(tree, "gather")
-        gathered = iter([self._gather_rows(t, [int(row[i]) for row in sizes]) for i, t in enumerate(rows)])
-        return map_tensors(lambda _: next(gathered), tree)
+        gathered = []
+        for index, tensor in enumerate(tensors):
+            sizes_by_rank = [int(row[index]) for row in sizes]
+            gathered.append(self._gather_rows(tensor, sizes_by_rank))
+        replacements = iter(gathered)
+        return map_tensors(lambda _: next(replacements), tree)
 
     def _gather_rows(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """Concatenate a tensor over all ranks along dim 0.
+
+        All ranks send tensors of the largest size. Padding is removed from the result.
+
+        Args:
+            tensor: Tensor of this rank.
+            sizes: Size of dim 0 on each rank.
+        """
         longest = max(sizes)
         # Backends read raw memory, so tensors must be contiguous and of a supported dtype.
         piece = view_as_transferable(tensor.detach()).contiguous().resolve_conj()
@@ -262,12 +293,14 @@ class Collectives:
             CollectiveError: If ranks differ in structure, dtype or shape.
             CallError: If an entry is not a tensor. Inside a container, None is also allowed.
         """
-        if reduction not in _REDUCTIONS:
-            raise ConfigError(f"reduction={reduction!r} is unknown; allowed: {', '.join(_REDUCTIONS)}")
-        found = list(list_tensors(tree))
+        if reduction not in _TENSOR_REDUCTIONS:
+            raise ConfigError(f"reduction={reduction!r} is unknown; allowed: {', '.join(_TENSOR_REDUCTIONS)}")
+        tensors = list(list_tensors(tree))
         if self.world_size > 1:
-            signature = f"{reduction}{describe_structure(tree)}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found)
-            self._exchange_numbers("reduce", signature, ())
+            signature = f"{reduction}{describe_structure(tree)}" + "".join(
+                f"|{t.dtype}{tuple(t.shape)}" for t in tensors
+            )
+            self._run_handshake("reduce", signature, ())
         require_tensors(tree, "reduce")
         return map_tensors(lambda tensor: self._reduce_one(tensor, reduction, scale), tree)
 
@@ -275,7 +308,7 @@ class Collectives:
         working, result = choose_arithmetic(tensor.dtype, reduction)
         out = tensor.detach().to(working).clone(memory_format=torch.contiguous_format)
         if self.world_size > 1 and out.numel():
-            dist.all_reduce(out, _REDUCTIONS[reduction], group=self.get_group(out))
+            dist.all_reduce(out, _TENSOR_REDUCTIONS[reduction], group=self.get_group(out))
         if reduction == "mean":
             out = out / self.world_size
         out = out.to(result)
@@ -297,9 +330,9 @@ class Collectives:
         if self.world_size == 1:
             require_tensors(tree, "broadcast")
             return tree
-        found = list(list_tensors(tree))
-        signature = f"{src}{describe_structure(tree)}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found)
-        self._exchange_numbers("broadcast", signature, ())
+        tensors = list(list_tensors(tree))
+        signature = f"{src}{describe_structure(tree)}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in tensors)
+        self._run_handshake("broadcast", signature, ())
         require_tensors(tree, "broadcast")
 
         def send_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,14 +343,14 @@ class Collectives:
 
         return map_tensors(send_tensor, tree)
 
-    def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+    def broadcast_into(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         """Copy rank `src`'s values into existing tensors of equal shapes and dtypes on all ranks.
 
         A tensor that is not contiguous on some rank, or a lazy conjugate, is transferred through a contiguous copy, one
         tensor at a time.
 
         Args:
-            found: Tensors of this rank.
+            tensors: Tensors of this rank.
             src: Sender's rank within the group.
 
         Raises:
@@ -325,49 +358,54 @@ class Collectives:
         """
         if self.world_size == 1:
             return
-        self._exchange_numbers("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
-        carried = [view_as_transferable(tensor.detach()) for tensor in found]
+        self._run_handshake("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in tensors), ())
+        views = [view_as_transferable(tensor.detach()) for tensor in tensors]
         # A tensor's strides can differ between ranks, but all ranks must transfer its elements in the same order.
-        scattered = [index for index, t in enumerate(carried) if not t.is_contiguous() or t.is_conj()]
-        through_copy: set[int] = set().union(*self._all_gather_objects(scattered))
-        straight = [tensor for index, tensor in enumerate(carried) if index not in through_copy]
-        self.broadcast_in_place(straight, src)
-        for index in sorted(through_copy):
-            self._broadcast_through_copy(carried[index], src)
+        needs_copy = [index for index, t in enumerate(views) if not t.is_contiguous() or t.is_conj()]
+        needs_copy_anywhere: set[int] = set().union(*self._all_gather_objects(needs_copy))
+        direct = [tensor for index, tensor in enumerate(views) if index not in needs_copy_anywhere]
+        self.broadcast_in_place(direct, src)
+        for index in sorted(needs_copy_anywhere):
+            self._broadcast_through_copy(views[index], src)
 
     def _broadcast_through_copy(self, tensor: torch.Tensor, src: int) -> None:
         copy = tensor.contiguous().resolve_conj()
         self.broadcast_in_place([copy], src)
         tensor.copy_(copy)
 
-    def sum_in_place(self, found: Sequence[torch.Tensor]) -> None:
+    def sum_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sum contiguous tensors over the ranks in place, with as few backend calls as possible.
 
         There is no handshake. Ranks must already have agreed on the tensors, for example in a vote.
 
         Args:
-            found: Contiguous tensors, in the same order on all ranks.
+            tensors: Contiguous tensors, in the same order on all ranks.
         """
-        self._in_place("sum in place", found, lambda t: dist.all_reduce(t, group=self.get_group(t), async_op=True))
+        self._run_in_place(
+            "sum in place", tensors, lambda t: dist.all_reduce(t, group=self.get_group(t), async_op=True)
+        )
 
-    def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+    def broadcast_in_place(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         """Copy rank `src`'s values into contiguous tensors on all ranks.
 
         There is no handshake. Ranks must already have agreed on the tensors, for example in a vote.
 
         Args:
-            found: Contiguous tensors, in the same order on all ranks.
+            tensors: Contiguous tensors, in the same order on all ranks.
             src: Sender's rank within the group.
         """
         root = self._global_rank(src)
-        self._in_place(
-            "broadcast in place", found, lambda t: dist.broadcast(t, root, group=self.get_group(t), async_op=True), src
+        self._run_in_place(
+            "broadcast in place",
+            tensors,
+            lambda t: dist.broadcast(t, root, group=self.get_group(t), async_op=True),
+            src,
         )
 
-    def _in_place(
+    def _run_in_place(
         self,
         operation: str,
-        found: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         start: Callable[[torch.Tensor], Any],
         src: int | None = None,
     ) -> None:
@@ -375,7 +413,7 @@ class Collectives:
 
         Args:
             operation: Name of the collective in hang reports.
-            found: Contiguous tensors, in the same order on all ranks.
+            tensors: Contiguous tensors, in the same order on all ranks.
             start: Function that starts the asynchronous collective of one tensor.
             src: Sender's rank within the group. Default: None, for an all-reduce.
         """
@@ -383,16 +421,15 @@ class Collectives:
         if self.world_size == 1:
             return
         if not is_sum:
-            found = make_transferable(found)
+            tensors = make_transferable(tensors)
         entry = self.ledger.record_entry(operation)
-        if self._trail.is_open:
-            kinds = [(t.numel(), str(t.dtype).removeprefix("torch."), t.device.type) for t in found]
-            self._trail.record_entry(self.place, "in place", is_sum, src or 0, kinds)
-        for work in start_collectives(
-            [tensor for tensor in found if tensor.numel()], self.get_group, start, is_sum=is_sum
-        ):
+        if self._log.is_open:
+            descriptions = [(t.numel(), str(t.dtype).removeprefix("torch."), t.device.type) for t in tensors]
+            self._log.record_entry(self.log_name, "in place", is_sum, src or 0, descriptions)
+        nonempty = [tensor for tensor in tensors if tensor.numel()]
+        for work in start_collectives(nonempty, self.get_group, start, is_sum=is_sum):
             work.wait()
-        self._trail.record_exit()
+        self._log.record_exit()
         self.ledger.record_exit(entry)
 
     def pad_across_processes(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
@@ -411,9 +448,9 @@ class Collectives:
         if self.world_size == 1:
             require_tensors(tree, "pad_across_processes")
             return tree
-        found = list(list_tensors(tree))
-        signature = f"{dim}{describe_structure(tree)}" + "".join(f"|{t.dtype}{t.ndim}" for t in found)
-        sizes = self._exchange_numbers("pad", signature, [t.shape[dim] if _has_dim(t, dim) else 0 for t in found])
+        tensors = list(list_tensors(tree))
+        signature = f"{dim}{describe_structure(tree)}" + "".join(f"|{t.dtype}{t.ndim}" for t in tensors)
+        sizes = self._run_handshake("pad", signature, [t.shape[dim] if _has_dim(t, dim) else 0 for t in tensors])
         require_tensors(tree, "pad_across_processes")
         longest = iter([int(max(column)) for column in zip(*sizes)])
         return map_tensors(lambda tensor: pad_dim(tensor, dim, next(longest), pad_index, pad_first), tree)
@@ -428,8 +465,8 @@ class Collectives:
         """
         if self.world_size == 1:
             return [obj]
-        payload, failure = _try_pickle(obj)
-        rows = self._exchange_numbers("objects", "", (_UNPICKLABLE if failure else len(payload),))
+        payload, failure = _pickle_object(obj)
+        rows = self._run_handshake("objects", "", (_UNPICKLABLE if failure else len(payload),))
         return self._gather_pickled(payload, failure, [int(row[0]) for row in rows])
 
     def _gather_pickled(self, payload: bytearray, failure: Exception | None, sizes: list[int]) -> list[Any]:
@@ -440,14 +477,14 @@ class Collectives:
             failure: Error because of which this rank's object could not be pickled, or None.
             sizes: Bytes of each rank's pickled object, or `_UNPICKLABLE`.
         """
-        self._check_pickled(sizes, failure)
+        self._raise_pickle_failures(sizes, failure)
         longest = max(sizes)
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: len(payload)] = torch.frombuffer(payload, dtype=torch.uint8)
         gathered = torch.empty(self.world_size * longest, dtype=torch.uint8)
         _all_gather_single(gathered, own, group=self._cpu_group)
         parts = gathered.view(self.world_size, longest)
-        return [pickle.loads(_view_buffer(part[:size])) for part, size in zip(parts, sizes)]
+        return [pickle.loads(_view_bytes(part[:size])) for part, size in zip(parts, sizes)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank. The object is pickled for the transfer.
@@ -461,17 +498,18 @@ class Collectives:
         """
         if self.world_size == 1:
             return obj
-        payload, failure = _try_pickle(obj) if self.rank == src else (bytearray(), None)
-        rows = self._exchange_numbers("object", str(src), (_UNPICKLABLE if failure else len(payload),))
+        payload, failure = _pickle_object(obj) if self.rank == src else (bytearray(), None)
+        rows = self._run_handshake("object", str(src), (_UNPICKLABLE if failure else len(payload),))
         size = int(rows[src][0])
-        self._check_pickled([size if rank == src else 0 for rank in range(self.world_size)], failure)
-        data = (
-            torch.frombuffer(payload, dtype=torch.uint8) if self.rank == src else torch.empty(size, dtype=torch.uint8)
-        )
+        self._raise_pickle_failures([size if rank == src else 0 for rank in range(self.world_size)], failure)
+        if self.rank == src:
+            data = torch.frombuffer(payload, dtype=torch.uint8)
+        else:
+            data = torch.empty(size, dtype=torch.uint8)
         dist.broadcast(data, self._global_rank(src), group=self._cpu_group)
-        return obj if self.rank == src else pickle.loads(_view_buffer(data))
+        return obj if self.rank == src else pickle.loads(_view_bytes(data))
 
-    def _check_pickled(self, sizes: Sequence[int], failure: Exception | None) -> None:
+    def _raise_pickle_failures(self, sizes: Sequence[int], failure: Exception | None) -> None:
         """Raise an error on every rank if the object of any rank cannot be pickled.
 
         Args:
@@ -488,57 +526,70 @@ class Collectives:
 
     # ---------------------------------------------------------------- between two ranks
 
-    def send(self, flat: torch.Tensor, to: int) -> None:
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send the bytes of a CPU tensor to one rank, which calls `receive`.
 
         There is no handshake. Both ranks must have agreed on the transfer.
 
         Args:
-            flat: Tensor on the CPU.
-            to: Receiver's rank within the group.
+            tensor: Contiguous tensor on the CPU.
+            dst: Receiver's rank within the group.
         """
         with self._attendance.exclude_pair_messages():
-            dist.send(flat, self._global_rank(to), group=self._cpu_group)
+            dist.send(tensor, self._global_rank(dst), group=self._cpu_group)
 
-    def receive(self, flat: torch.Tensor, source: int) -> None:
+    def receive(self, tensor: torch.Tensor, src: int) -> None:
         """Receive bytes from one rank, which calls `send`, into a CPU tensor.
 
+        There is no handshake. Both ranks must have agreed on the transfer.
+
         Args:
-            flat: Tensor on the CPU to fill. It must have as many bytes as the tensor that `source` sends.
-            source: Sender's rank within the group.
+            tensor: Contiguous tensor on the CPU to fill. It must have as many bytes as the tensor that `src` sends.
+            src: Sender's rank within the group.
         """
         with self._attendance.exclude_pair_messages():
-            dist.recv(flat, self._global_rank(source), group=self._cpu_group)
+            dist.recv(tensor, self._global_rank(src), group=self._cpu_group)
 
     # ---------------------------------------------------------------- the handshake
 
-    def _exchange_numbers(self, operation: str, signature: str, numbers: Sequence[float]) -> list[list[float]]:
-        if len(numbers) <= NUM_SLOTS:
+    def _run_handshake(self, operation: str, signature: str, numbers: Sequence[float]) -> list[list[float]]:
+        """Check that all ranks call the same operation, and return the numbers of every rank, as a list indexed by rank.
+
+        Args:
+            operation: One of `_OPERATIONS`.
+            signature: Text that must be equal on all ranks, such as structure, dtypes and shapes.
+            numbers: Numbers of this rank, such as sizes that may differ between ranks.
+
+        Raises:
+            CollectiveError: If ranks differ in operation, signature or number of values, or a rank is lost.
+            StateError: If the process group has ended.
+        """
+        if len(numbers) <= MAX_HANDSHAKE_NUMBERS:
             return self._finish_handshake(self._start_handshake(operation, signature, numbers))
         # More numbers than slots: agree on the first ones, then send the rest in further all-gathers that all ranks
         # expect.
-        rows = self._exchange_numbers(operation, f"{signature}#{len(numbers)}", numbers[:NUM_SLOTS])
-        for start in range(NUM_SLOTS, len(numbers), NUM_SLOTS):
-            more = self._exchange_numbers(operation, signature, numbers[start : start + NUM_SLOTS])
+        rows = self._run_handshake(operation, f"{signature}#{len(numbers)}", numbers[:MAX_HANDSHAKE_NUMBERS])
+        for start in range(MAX_HANDSHAKE_NUMBERS, len(numbers), MAX_HANDSHAKE_NUMBERS):
+            more = self._run_handshake(operation, signature, numbers[start : start + MAX_HANDSHAKE_NUMBERS])
             rows = [row + extra for row, extra in zip(rows, more)]
         return rows
 
     def _start_handshake(self, operation: str, signature: str, numbers: Sequence[float]) -> PendingHandshake:
         self.ensure_connected(operation)
-        if len(numbers) > NUM_SLOTS:
-            raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
+        if len(numbers) > MAX_HANDSHAKE_NUMBERS:
+            raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {MAX_HANDSHAKE_NUMBERS}")
         if self.group is None:
             self._attendance.count_collective()
         entry = self.ledger.record_entry(operation)
-        self._trail.record_entry(self.place, "numbers", operation, signature, len(numbers))
-        slots = [float(_EXCHANGES.index(operation)), digest_text(signature), float(len(numbers)), *numbers]
-        slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
-        rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
+        self._log.record_entry(self.log_name, "numbers", operation, signature, len(numbers))
+        slots = [float(_OPERATIONS.index(operation)), digest_text(signature), float(len(numbers)), *numbers]
+        slots += [0.0] * (_NUM_HEADER_VALUES + MAX_HANDSHAKE_NUMBERS - len(slots))
+        rows = torch.empty(self.world_size, _NUM_HEADER_VALUES + MAX_HANDSHAKE_NUMBERS, dtype=torch.float64)
         row = torch.tensor([slots], dtype=torch.float64)
         work = _all_gather_single(rows, row, group=self._cpu_group, async_op=True)
         # Keep a reference until the next call. A backend thread that drops the last reference needs the interpreter,
         # which may be shutting down.
-        self._last = (row, rows)
+        self._latest_buffers = (row, rows)
         return PendingHandshake(entry, signature, len(numbers), rows, work)
 
     def _finish_handshake(self, pending: PendingHandshake) -> list[list[float]]:
@@ -547,12 +598,12 @@ class Collectives:
                 pending.work.wait()
         except RuntimeError as error:  # the backend's message names a socket, not a cause
             raise CollectiveError(_describe_missing_ranks(pending.entry, error)) from error
-        self._trail.record_exit()
+        self._log.record_exit()
         self.ledger.record_exit(pending.entry)
         rows: list[list[float]] = pending.rows.tolist()
-        if any(row[:_HEADER] != rows[0][:_HEADER] for row in rows):
+        if any(row[:_NUM_HEADER_VALUES] != rows[0][:_NUM_HEADER_VALUES] for row in rows):
             self._raise_mismatch(pending)
-        return [row[_HEADER : _HEADER + pending.num_numbers] for row in rows]
+        return [row[_NUM_HEADER_VALUES : _NUM_HEADER_VALUES + pending.num_numbers] for row in rows]
 
     # ---------------------------------------------------------------- for a rank that left a batch early
 
@@ -560,8 +611,8 @@ class Collectives:
         """Return the global ranks of the group."""
         return [self._global_rank(rank) for rank in range(self.world_size)]
 
-    def stand_in(self, step: RecordedCollective) -> None:
-        """Join a collective of the other ranks with values that do not change its result.
+    def join_with_neutral_values(self, step: RecordedCollective) -> None:
+        """Join a collective of the other ranks with values that do not change its result, such as zeros in a sum.
 
         A rank that has left a batch early calls this, so that its peers can finish.
 
@@ -572,14 +623,15 @@ class Collectives:
             CollectiveError: If this kind of collective does not occur within a batch.
         """
         if step.operation == "in place":
-            is_sum, src, kinds = step.values
-            nothing = [
-                torch.zeros(n, dtype=getattr(torch, dtype), device=self._choose_device(on)) for n, dtype, on in kinds
+            is_sum, src, descriptions = step.values
+            zeros = [
+                torch.zeros(numel, dtype=getattr(torch, dtype), device=self._choose_device(device_type))
+                for numel, dtype, device_type in descriptions
             ]
             if is_sum:
-                self.sum_in_place(nothing)
+                self.sum_in_place(zeros)
             else:
-                self.broadcast_in_place(nothing, src)
+                self.broadcast_in_place(zeros, src)
             return
         operation, signature, count = step.values
         if operation not in ("numbers", "objects"):
@@ -587,13 +639,13 @@ class Collectives:
         if operation == "numbers":
             self._finish_handshake(self._start_handshake(operation, signature, [0.0] * count))
             return
-        payload, _ = _try_pickle(None)
+        payload, _ = _pickle_object(None)
         rows = self._finish_handshake(self._start_handshake(operation, signature, [float(len(payload))]))
         self._gather_pickled(payload, None, [int(row[0]) for row in rows])
 
-    def _choose_device(self, kind: str) -> torch.device:
+    def _choose_device(self, device_type: str) -> torch.device:
         own = self.runtime.device
-        return own if own.type == kind else torch.device(kind)
+        return own if own.type == device_type else torch.device(device_type)
 
     def _raise_mismatch(self, pending: PendingHandshake) -> None:
         entry = pending.entry
@@ -606,6 +658,7 @@ class Collectives:
             f"ranks called collectives that do not fit together:\n{calls}\nEvery rank must make the same calls in the same order, "
             "with equal structures, dtypes and shapes (dim 0 may differ in gather; pad_across_processes evens another out)"
         )
+        # All ranks of the group raise this error, because they all have the same rows.
         error.is_on_all_ranks = self.world_size == self.runtime.world_size
         raise error
 
@@ -625,16 +678,16 @@ class Collectives:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
-def _view_buffer(data: torch.Tensor) -> memoryview:
+def _view_bytes(data: torch.Tensor) -> memoryview:
     """Return the memory of a 1-d uint8 tensor on the CPU."""
     return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
-def _try_pickle(obj: Any) -> tuple[bytearray, Exception | None]:
+def _pickle_object(obj: Any) -> tuple[bytearray, Exception | None]:
     """Return a pair of (pickled object, None), or of (no bytes, error) if the object cannot be pickled.
 
-    Ranks that send objects call it before they transfer anything. Otherwise, the other ranks would wait in a collective
-    that the failed rank never enters.
+    The error is returned, not raised, so that the rank can report it in the handshake first. Otherwise, the other ranks
+    would wait in a collective that this rank never enters.
     """
     try:
         return bytearray(pickle.dumps(obj)), None

@@ -32,7 +32,7 @@ class RankAware:
         self._is_triggered = False
 
     @property
-    def _readers(self) -> Collectives:
+    def _shard_readers(self) -> Collectives:
         """Collectives over one rank of each data shard.
 
         Ranks that read the same data shard compute equal values, so only one of them is counted.
@@ -53,12 +53,12 @@ class RankAware:
 
     @property
     def process_index(self) -> int:
-        """Rank of this process."""
+        """Rank of this process among all processes, from 0."""
         return self.runtime.rank
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
+        """Rank of this process on its machine, from 0."""
         return self.runtime.local_rank
 
     @property
@@ -84,7 +84,7 @@ class RankAware:
     # ---------------------------------------------------------------- decorators and order
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Call `print()` on the first process of each machine only."""
+        """Call `print()` on local rank 0 of each machine only."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
@@ -120,8 +120,8 @@ class RankAware:
         Raises:
             ConfigError: If `process_index` is missing or is not a rank of the run.
         """
-        wanted = self._check_index(process_index, self.num_processes, "process_index")
-        return self._limit_to_ranks(function, lambda rank, _: rank == wanted)
+        selected = self._check_index(process_index, self.num_processes, "process_index")
+        return self._limit_to_ranks(function, lambda rank, _: rank == selected)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
         """Decorate a function so that it runs on one local rank of each machine only and returns None on the others.
@@ -133,8 +133,8 @@ class RankAware:
         Raises:
             ConfigError: If `local_process_index` is missing or is not a local rank of this machine.
         """
-        wanted = self._check_index(local_process_index, self.runtime.local_world_size, "local_process_index")
-        return self._limit_to_ranks(function, lambda _, local: local == wanted)
+        selected = self._check_index(local_process_index, self.runtime.local_world_size, "local_process_index")
+        return self._limit_to_ranks(function, lambda _, local: local == selected)
 
     @staticmethod
     def _check_index(index: int | None, count: int, name: str) -> int:
@@ -142,13 +142,19 @@ class RankAware:
             raise ConfigError(f"{name}={index!r}; give a number from 0 to {count - 1}")
         return index
 
-    def _limit_to_ranks(self, function: Function | None, passes: Callable[[int, int], bool]) -> Any:
+    def _limit_to_ranks(self, function: Function | None, should_run: Callable[[int, int], bool]) -> Any:
+        """Decorate a function so that it returns None on some ranks without running.
+
+        Args:
+            function: Function to decorate; None to return the decorator.
+            should_run: Function of the rank and the local rank that returns whether to run on this process.
+        """
         if function is None:  # used as @accelerator.on_...(options), which returns the decorator
-            return partial(self._limit_to_ranks, passes=passes)
+            return partial(self._limit_to_ranks, should_run=should_run)
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if passes(self.process_index, self.local_process_index) else None
+            return function(*args, **kwargs) if should_run(self.process_index, self.local_process_index) else None
 
         return run
 
@@ -202,10 +208,10 @@ class RankAware:
 
     def check_trigger(self) -> bool:
         """Whether any rank has called `set_trigger` since the last check. Call this on every rank."""
-        answer = self.collectives.reduce_numbers([float(self._is_triggered)], "max")[0] > 0
-        if answer:
+        was_triggered = self.collectives.reduce_numbers([float(self._is_triggered)], "max")[0] > 0
+        if was_triggered:
             self._is_triggered = False
-        return answer
+        return was_triggered
 
     # ---------------------------------------------------------------- exchange
 
@@ -265,5 +271,5 @@ class RankAware:
         Returns:
             A 0-d float64 tensor on the CPU. It is NaN if `weight` is zero on all ranks.
         """
-        sums = self._readers.reduce_numbers([float(total), float(weight)])
+        sums = self._shard_readers.reduce_numbers([float(total), float(weight)])
         return torch.tensor(sums[0] / sums[1] if sums[1] else float("nan"), dtype=torch.float64)

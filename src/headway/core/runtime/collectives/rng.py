@@ -53,12 +53,12 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
         ConfigError: If a name is unknown, or "generator" is named and no generator is given.
         CollectiveError: If other ranks call a different collective at this point.
     """
-    rng_types = resolve_generator_names(rng_types)
-    if "generator" in rng_types and generator is None:
+    names = resolve_generator_names(rng_types)
+    if "generator" in names and generator is None:
         raise ConfigError("rng_types names 'generator', but no generator was given; pass generator=, or leave it out")
     runtime = current()
     if runtime.world_size > 1:
-        own = read_states(rng_types, generator) if runtime.is_main_process else None
+        own = read_states(names, generator) if runtime.is_main_process else None
         write_states(Collectives(runtime).broadcast_object(own), generator)
 
 
@@ -75,16 +75,20 @@ def share_rng_states(everyone: Collectives, index: int) -> list[str]:
     Returns:
         Names of the generators that were reseeded.
     """
+    # Numbers up to 2^53 are exchanged exactly.
     rows = everyone.gather_numbers([float(index), float(torch.initial_seed() % (1 << 52)), *checksum_rng_states()])
-    begun = []
-    for place, name in enumerate(("python", "numpy", "torch")):
-        first: dict[float, float] = {}
-        if any(first.setdefault(row[0], row[2 + place]) != row[2 + place] for row in rows):
-            reseed_generator(name, mix_seed(int(rows[0][1]), place, index))
-            begun.append(name)
-    if "torch" in begun:
+    _, rank_0_seed, *_ = rows[0]
+    reseeded = []
+    for number, name in enumerate(("python", "numpy", "torch")):
+        checksums_by_shard: dict[float, set[float]] = {}
+        for shard_index, _, *checksums in rows:
+            checksums_by_shard.setdefault(shard_index, set()).add(checksums[number])
+        if any(len(checksums) > 1 for checksums in checksums_by_shard.values()):
+            reseed_generator(name, mix_seed(int(rank_0_seed), number, index))
+            reseeded.append(name)
+    if "torch" in reseeded:
         log.warning_once(
             "ranks that read the same part of the data had different RNG states: torch's are now seeded again, alike on these ranks. "
             "To seed ranks differently, call set_seed(seed, device_specific=True) after you create the Accelerator"
         )
-    return begun
+    return reseeded

@@ -70,55 +70,56 @@ def _iterate_fields(tree: Any) -> Iterator[tuple[str, Any]]:
             yield field.name, value
 
 
-def rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
+def rebuild_dataclass(template: Any, values: dict[str, Any]) -> Any:
     """Copy a dataclass instance with new field values, even if the dataclass is frozen.
 
     Fields that `__post_init__` derives are computed again. The new values are kept as given, even if `__post_init__`
     changes its fields, for example by scaling pixels, which must happen only once.
 
     Args:
-        kind: Instance to copy. It is not changed.
+        template: Instance to copy. It is not changed.
         values: New values by field name. Other arguments of `__init__` keep their values.
     """
-    given = {field.name for field in dataclasses.fields(kind) if field.init}
+    init_names = {field.name for field in dataclasses.fields(template) if field.init}
     try:
-        twin = dataclasses.replace(kind, **{name: value for name, value in values.items() if name in given})
+        result = dataclasses.replace(template, **{name: value for name, value in values.items() if name in init_names})
     except Exception:  # __init__ has parameters that are not fields (InitVar), or __post_init__ rejects its own results
-        twin = copy.copy(kind)
+        result = copy.copy(template)
     for name, value in values.items():
-        object.__setattr__(twin, name, value)  # works for frozen dataclasses too
-    return twin
+        object.__setattr__(result, name, value)  # works for frozen dataclasses too
+    return result
 
 
-def rebuild_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def rebuild_mapping(template: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return a mapping with new items that has the type of another mapping.
 
     For a plain dict, `items` itself is returned. The result for a mutable mapping is a shallow copy that keeps other
     attributes, such as the default factory, and also the items whose keys are not in `items`.
 
     Args:
-        kind: Mapping whose type and attributes the result gets. It is not changed.
+        template: Mapping whose type and attributes the result gets. It is not changed.
         items: New items.
     """
-    if type(kind) is dict:
+    if type(template) is dict:
         return items
-    if not isinstance(kind, MutableMapping):
-        return type(kind)(items)  # type: ignore[call-arg]
+    if not isinstance(template, MutableMapping):
+        return type(template)(items)  # type: ignore[call-arg]
     # A copy keeps the subclass's other attributes, such as a default factory or an encoding.
-    twin = copy.copy(kind)
+    result = copy.copy(template)
     for key, value in items.items():
-        twin[key] = value
-    return twin
+        result[key] = value
+    return result
 
 
-def rebuild_sequence(kind: object, items: Iterable[Any]) -> Any:
+def rebuild_sequence(template: object, items: Iterable[Any]) -> Any:
     """Copy a list, tuple or named tuple with new items.
 
     Args:
-        kind: Sequence to copy. It determines the type of the copy.
+        template: Sequence to copy. It determines the type of the copy.
         items: Items of the copy.
     """
-    return type(kind)(*items) if hasattr(kind, "_fields") else type(kind)(items)  # type: ignore[call-arg]
+    is_named_tuple = hasattr(template, "_fields")
+    return type(template)(*items) if is_named_tuple else type(template)(items)  # type: ignore[call-arg]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
@@ -335,12 +336,12 @@ def concatenate(trees: list[Tree], dim: int = 0) -> Tree:
     Raises:
         DataError: If the trees differ in nesting, contain a PackedSequence, or if there is no tree.
     """
-    shapes = {describe_structure(tree) for tree in trees}
-    if len(shapes) != 1:
-        raise DataError(f"cannot concatenate trees of {len(shapes)} different structures: {sorted(shapes)}")
-    columns = zip(*(list(list_tensors(tree)) for tree in trees))
-    joined = iter([torch.cat(column, dim=dim) for column in columns])
-    return map_tensors(lambda _: next(joined), trees[0])
+    structures = {describe_structure(tree) for tree in trees}
+    if len(structures) != 1:
+        raise DataError(f"cannot concatenate trees of {len(structures)} different structures: {sorted(structures)}")
+    columns = zip(*(list_tensors(tree) for tree in trees))
+    concatenated = iter([torch.cat(column, dim=dim) for column in columns])
+    return map_tensors(lambda _: next(concatenated), trees[0])
 
 
 def slice_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -42,43 +42,84 @@ from headway.core.runtime.control_plane.store import get_first_line
 from headway.errors import ControlPlaneError
 from headway.log import get_logger
 
-SAVE = "save_state"
+SAVE_CALL = "save_state"
 """Name of the call in which ranks save a checkpoint together."""
 
-_LOOK = 0.2
+_IDLE_INTERVAL = 0.2
 """Seconds between two checks for a rank that waits for this one."""
 
-_SOON = 0.02
+_WAIT_INTERVAL = 0.02
 """Seconds between two publications of this rank's count while another rank waits."""
 
-_TOGETHER = 0.1
+_FIRST_WAIT = 0.1
 """Seconds that the first rank to arrive waits for all others, before it looks up where each missing rank is."""
 
-_LOOKS = 2000
+_MAX_CHECKS_PER_SECOND = 2000
 """Maximum number of checks per second over all ranks. A single store has to answer all of them."""
 
-_KEPT = 16
+_NUM_KEPT_CALLS = 16
 """Number of latest calls (such as saves) whose keys stay in the store. No rank reads the keys of an older call."""
 
-_CALLS = 64
+_NUM_LATEST_CALLS = 64
 """Number of latest calls that a rank remembers and publishes.
 
 A rank that is up to this many calls behind, and waits in one of them, can then see that this rank has already made that
 call. Ranks drift apart in calls without collectives, such as some forwards.
 """
 
-_READ = timedelta(seconds=30)
+_READ_TIMEOUT = timedelta(seconds=30)
 
 log = get_logger(__name__)
 
-Place = tuple[int, int, int, str]
-"""Progress of a rank, as a tuple of counters.
 
-The elements are: the number of collectives over all ranks, the number of micro-batches since the last such collective,
-the number of calls that need all ranks since the last micro-batch, and the name of the last such call.
-"""
+class Progress(NamedTuple):
+    """Progress of a rank, as counters that all ranks increase in the same order.
 
-_ENDED: Place = (sys.maxsize, 0, 0, "")
+    A larger value means that a rank is further ahead in its script.
+
+    Attributes:
+        collectives: Number of collectives over all ranks.
+        micro_batches: Number of micro-batches started since the last such collective.
+        calls: Number of calls that need all ranks, since the last micro-batch or collective.
+        call_name: Name of the last such call, such as "save_state"; "" if there is none.
+    """
+
+    collectives: int = 0
+    micro_batches: int = 0
+    calls: int = 0
+    call_name: str = ""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Counters without the name of the call, for comparisons."""
+        return self.collectives, self.micro_batches, self.calls
+
+    def __str__(self) -> str:
+        """Return text that identifies this progress in keys of the store."""
+        return str(tuple(self))
+
+
+_ENDED = Progress(collectives=sys.maxsize)
+"""Progress that a rank publishes when its script has ended."""
+
+
+class _RankState(NamedTuple):
+    """State that a rank has published most recently.
+
+    Attributes:
+        progress: Progress of the rank.
+        num_collectives: Number of torch's collectives that the rank has entered since the last one that its progress
+            counts.
+        position: Phrase that says where the rank's script is, such as "has gone on to train.py:24".
+        latest_calls: Progress at the rank's latest calls.
+        joins_every_call: Whether the rank takes part in every call of other ranks (`join_every_call`).
+    """
+
+    progress: Progress = Progress()
+    num_collectives: int = 0
+    position: str = ""
+    latest_calls: tuple[Progress, ...] = ()
+    joins_every_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +129,7 @@ class CallParticipants:
     Attributes:
         ranks: Ranks that take part, in ascending order, including this one.
         call_site: Line of user code that makes the call.
-        elsewhere: Text that says where the other ranks are instead: a line of user code, or the end of the script. Empty
+        absence: Text that says where the other ranks are instead: a line of user code, or the end of the script. Empty
             if all ranks take part.
         note: Text that the first of the participating ranks passed to `find_participants`. If all ranks take part, or if
             this rank passed no text, the text that this rank passed.
@@ -96,12 +137,12 @@ class CallParticipants:
 
     ranks: tuple[int, ...]
     call_site: str
-    elsewhere: str = ""
+    absence: str = ""
     note: str = ""
 
     def __str__(self) -> str:
         """Return text for messages, such as "at train.py:31 on rank 0 only: rank 1 has gone on to train.py:24"."""
-        return f"at {self.call_site} on {name_ranks(self.ranks)} only: {self.elsewhere}"
+        return f"at {self.call_site} on {name_ranks(self.ranks)} only: {self.absence}"
 
 
 class Attendance:
@@ -111,18 +152,20 @@ class Attendance:
     """
 
     def __init__(self) -> None:
-        self._place: Place = (0, 0, 0, "")
-        self._select_excluded = 0
-        self._paired_since = -1
-        self._made: deque[Place] = deque(maxlen=_CALLS)
-        self._is_replaying = False
-        self._told: list[object] = []
-        self._asked: deque[str] = deque()
-        self._look = _LOOK
-        self._soon = _SOON
+        self._progress = Progress()
+        # Collectives of torch that are not counted: those up to the last counted one, and messages between two ranks since.
+        self._num_excluded = 0
+        # Number of collectives at the start of `exclude_pair_messages`; -1 outside of it.
+        self._pair_messages_start = -1
+        self._latest_calls: deque[Progress] = deque(maxlen=_NUM_LATEST_CALLS)
+        self._joins_every_call = False
+        self._last_published: list[object] = []
+        self._announced_keys: deque[str] = deque()
+        self._idle_interval = _IDLE_INTERVAL
+        self._wait_interval = _WAIT_INTERVAL
         self._control: Control | None = None
-        self._name = ""
-        self._over = threading.Event()
+        self._runtime_number = ""
+        self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway-attendance", daemon=True)
 
     def start(self, runtime: process.ProcessRuntime) -> None:
@@ -133,9 +176,9 @@ class Attendance:
         if runtime.world_size == 1 or self._control is not None:
             return
         self._control = current()
-        self._name = str(next(scope.get_or_create(_count_runtimes)))
-        self._look = max(_LOOK, runtime.world_size / _LOOKS)
-        self._soon = max(_SOON, runtime.world_size / _LOOKS)
+        self._runtime_number = str(next(scope.get_or_create(_create_runtime_counter)))
+        self._idle_interval = max(_IDLE_INTERVAL, runtime.world_size / _MAX_CHECKS_PER_SECOND)
+        self._wait_interval = max(_WAIT_INTERVAL, runtime.world_size / _MAX_CHECKS_PER_SECOND)
         heartbeat.stop_before_shutdown(self.stop)
         process.release_at_end(self.stop)
         process.release_at_end(self.restart_count, ends_with_group=True)
@@ -143,7 +186,7 @@ class Attendance:
 
     def stop(self) -> None:
         """Stop the thread, and publish that this rank will take part in no more calls."""
-        self._over.set()
+        self._is_stopped.set()
         self._thread.join(5)
 
     # ---------------------------------------------------------------- counting
@@ -154,13 +197,15 @@ class Attendance:
         The ranks' counts can differ at that time, because some ranks might have started a collective that others have
         not. The new count is equal on all ranks.
         """
-        self._place = (((self._place[0] >> 32) + 1) << 32, 0, 0, "")
-        self._select_excluded = 0
+        # The upper 32 bits count the process groups, so that the new count is larger than the old count of any rank.
+        num_groups = (self._progress.collectives >> 32) + 1
+        self._progress = Progress(collectives=num_groups << 32)
+        self._num_excluded = 0
 
     def count_collective(self) -> None:
         """Count a collective over all ranks that is about to start."""
-        self._select_excluded = _count_collectives()  # set it first, because the answering thread might read in between
-        self._place = (self._place[0] + 1, 0, 0, "")
+        self._num_excluded = _count_collectives()  # set it first, because the publishing thread might read in between
+        self._progress = Progress(collectives=self._progress.collectives + 1)
 
     @contextmanager
     def exclude_pair_messages(self) -> Iterator[None]:
@@ -168,23 +213,26 @@ class Attendance:
 
         gloo counts such messages as collectives, although only two ranks take part.
         """
-        self._paired_since = _count_collectives()
+        self._pair_messages_start = _count_collectives()
         try:
             yield
         finally:
-            self._select_excluded += _count_collectives() - self._paired_since
-            self._paired_since = -1
+            self._num_excluded += _count_collectives() - self._pair_messages_start
+            self._pair_messages_start = -1
 
     def _count_collectives(self) -> int:
         """Return the number of collectives entered in torch's default group since the last call of `count_collective`.
 
         Messages between two ranks are not counted.
         """
-        return (_count_collectives() if self._paired_since < 0 else self._paired_since) - self._select_excluded
+        is_counting = self._pair_messages_start < 0
+        num_collectives = _count_collectives() if is_counting else self._pair_messages_start
+        return num_collectives - self._num_excluded
 
     def count_micro_batch(self, window: int, number: int) -> None:
-        """Count a micro-batch that is about to start. The arguments of `StepHooks.micro_batch_begun` are not used."""
-        self._place = (self._place[0], self._place[1] + 1, 0, "")
+        """Count a micro-batch that is about to start. The arguments are those of `StepHooks.micro_batch_begun`. They are unused."""
+        progress = self._progress
+        self._progress = Progress(progress.collectives, progress.micro_batches + 1)
 
     def count_call(self, name: str) -> None:
         """Count a call that is about to start and that needs all ranks.
@@ -192,9 +240,8 @@ class Attendance:
         Args:
             name: Name of the call, equal on all ranks, such as "save_state".
         """
-        exchanges, batches, calls, _ = self._place
-        self._place = (exchanges, batches, calls + 1, name)
-        self._made.append(self._place)
+        self._progress = self._progress._replace(calls=self._progress.calls + 1, call_name=name)
+        self._latest_calls.append(self._progress)
 
     # ---------------------------------------------------------------- asking other ranks
 
@@ -222,40 +269,41 @@ class Attendance:
         Args:
             note: Text for the other ranks, as in `find_participants`. Default: "".
         """
-        control, site = self._control, _find_users_line()
+        control, call_site = self._control, _find_users_line()
         if control is None:
-            return CallParticipants((0,), site, note=note)
-        if self._over.is_set():  # the runtime has ended, and no rank answers any more
-            return CallParticipants(tuple(range(control.world_size)), site, note=note)
+            return CallParticipants((0,), call_site, note=note)
+        if self._is_stopped.is_set():  # the runtime has ended, and no rank answers any more
+            return CallParticipants(tuple(range(control.world_size)), call_site, note=note)
         own = pulse.get_own_pulse()
-        own.set_transfer(self._place[-1])
+        own.set_transfer(self._progress.call_name)
         try:
-            return self._ask_who_joins(control, site, note)
+            return self._determine_participants(control, call_site, note)
         finally:
             own.set_transfer("")
 
-    def _ask_who_joins(self, control: Control, site: str, note: str) -> CallParticipants:
-        key = self._make_key(str(self._place))
+    def _determine_participants(self, control: Control, call_site: str, note: str) -> CallParticipants:
+        key = self._make_key(str(self._progress))
         self._delete_old_key(control, key)
         control.set(f"{key}/{control.rank}", note.encode())
         arrived = control.count(f"{key}/count")
         if arrived == control.world_size:
             control.set_once(f"{key}/gone", b"{}")
-        elif arrived == 1 and not self._is_decided(control, key, _TOGETHER):
+        elif arrived == 1 and not self._wait_for_decision(control, key, _FIRST_WAIT):
             control.count(self._make_key("waiting"))
             try:
                 control.set_once(f"{key}/gone", json.dumps(self._find_absent(control, key)).encode())
             finally:
                 control.count(self._make_key("waiting"), -1)
-        self._is_decided(control, key, math.inf)
-        gone = {int(rank): where for rank, where in json.loads(control.get(f"{key}/gone", _READ)).items()}
-        ranks = tuple(rank for rank in range(control.world_size) if rank not in gone)
-        if note and gone and ranks[0] != control.rank:
-            note = control.get(f"{key}/{ranks[0]}", _READ).decode()
-        elsewhere = "; ".join(f"{name_ranks([rank])} {gone[rank]}" for rank in sorted(gone))
-        return CallParticipants(ranks, site, elsewhere, note)
+        self._wait_for_decision(control, key, math.inf)
+        decision = json.loads(control.get(f"{key}/gone", _READ_TIMEOUT))
+        absent = {int(rank): position for rank, position in decision.items()}
+        ranks = tuple(rank for rank in range(control.world_size) if rank not in absent)
+        if note and absent and ranks[0] != control.rank:
+            note = control.get(f"{key}/{ranks[0]}", _READ_TIMEOUT).decode()
+        absence = "; ".join(f"{name_ranks([rank])} {absent[rank]}" for rank in sorted(absent))
+        return CallParticipants(ranks, call_site, absence, note)
 
-    def _is_decided(self, control: Control, key: str, seconds: float) -> bool:
+    def _wait_for_decision(self, control: Control, key: str, seconds: float) -> bool:
         """Wait until a rank has published which ranks take part in the call that this rank has entered.
 
         If all ranks arrive at the call, the last rank to arrive publishes the list. Otherwise the first rank does.
@@ -268,11 +316,11 @@ class Attendance:
         Returns:
             Whether the list was published within `seconds`.
         """
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) < seconds:
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < seconds:
             if control.has_key(f"{key}/gone"):
                 return True
-            time.sleep(min(self._soon, waited / 20))
+            time.sleep(min(self._wait_interval, waited / 20))
         return False
 
     def _delete_old_key(self, control: Control, key: str) -> None:
@@ -284,11 +332,14 @@ class Attendance:
             control: Control plane client.
             key: Key prefix of the call that this rank announces now.
         """
-        self._asked.append(key)
-        if len(self._asked) > _KEPT:
-            former = self._asked.popleft()
-            for name in (str(control.rank), *(("count", "gone") if control.rank == 0 else ())):
-                control.delete(f"{former}/{name}")
+        self._announced_keys.append(key)
+        if len(self._announced_keys) > _NUM_KEPT_CALLS:
+            old_key = self._announced_keys.popleft()
+            names = [str(control.rank)]
+            if control.rank == 0:
+                names += ["count", "gone"]
+            for name in names:
+                control.delete(f"{old_key}/{name}")
 
     def _find_absent(self, control: Control, key: str) -> dict[int, str]:
         """Return the ranks that have continued their script without making the call that this rank waits in.
@@ -302,39 +353,40 @@ class Attendance:
         Returns:
             For each such rank, a phrase that says where its script is now.
         """
-        gone: dict[int, str] = {}
-        sequence = self._count_collectives()
-        exchanges, batches, calls, _ = self._place
+        absent: dict[int, str] = {}
+        own, own_collectives = self._progress, self._count_collectives()
+        before_call = own._replace(calls=own.calls - 1)
         undecided = [rank for rank in range(control.world_size) if rank != control.rank]
         while undecided and not control.has_key(f"{key}/gone"):
             for rank in list(undecided):
-                place, number, where, made, is_replaying = self._read_state_of(control, rank)
-                # Check arrival after reading the place, because a rank that had arrived might have moved on with the
-                # others by then. A rank that lists this place among its calls made the call without asking.
-                if is_replaying or place == self._place or self._place in made or control.has_key(f"{key}/{rank}"):
+                state = self._read_state(control, rank)
+                # A rank that lists this call among its latest ones made it without asking.
+                has_made_call = state.progress == own or own in state.latest_calls
+                # Check arrival after reading the state, because a rank that had arrived might have moved on with the
+                # others by then.
+                if state.joins_every_call or has_made_call or control.has_key(f"{key}/{rank}"):
                     undecided.remove(rank)
-                # Second case: the rank is in a collective that the script calls directly through torch.
-                elif place[:3] >= self._place[:3] or (
-                    place[:3] == (exchanges, batches, calls - 1) and number > sequence
-                ):
+                    continue
+                # The rank might be just before this call, in a collective that the script calls directly through torch.
+                is_just_before = state.progress.counts == before_call.counts
+                is_in_collective = is_just_before and state.num_collectives > own_collectives
+                if state.progress.counts >= own.counts or is_in_collective:
                     undecided.remove(rank)
-                    gone[rank] = where
-            time.sleep(self._soon)
-        return gone
+                    absent[rank] = state.position
+            time.sleep(self._wait_interval)
+        return absent
 
-    def _read_state_of(self, control: Control, rank: int) -> tuple[Place, int, str, list[Place], bool]:
-        """Return the state that a rank has published most recently.
-
-        Returns:
-            Tuple of (progress of the rank, number of collectives entered since the last one that its progress counts,
-                phrase that says where its script is, its latest calls, whether it joins every call of other ranks).
-        """
+    def _read_state(self, control: Control, rank: int) -> _RankState:
+        """Return the state that a rank has published most recently, or an initial state if it has published none."""
         key = self._make_key(f"at/{rank}")
         if not control.has_key(key):
-            return (0, 0, 0, ""), 0, "", [], False
-        place, number, is_replaying, site, made = json.loads(control.get(key, _READ))
-        where = "has come to the end of its script" if place[0] == _ENDED[0] else f"has gone on to {site}"
-        return tuple(place), number, where, [tuple(each) for each in made], is_replaying
+            return _RankState()
+        values, num_collectives, joins_every_call, call_site, calls = json.loads(control.get(key, _READ_TIMEOUT))
+        progress = Progress(*values)
+        has_ended = progress.collectives == _ENDED.collectives
+        position = "has come to the end of its script" if has_ended else f"has gone on to {call_site}"
+        latest_calls = tuple(Progress(*call) for call in calls)
+        return _RankState(progress, num_collectives, position, latest_calls, joins_every_call)
 
     @contextmanager
     def join_every_call(self) -> Iterator[None]:
@@ -343,39 +395,42 @@ class Attendance:
         A rank that ran out of memory uses this context while it joins the collectives of the others without making
         their calls.
         """
-        self._is_replaying = True
+        self._joins_every_call = True
         try:
             yield
         finally:
-            self._is_replaying = False
+            self._joins_every_call = False
 
     # ---------------------------------------------------------------- answering other ranks
 
     def _run(self) -> None:
         assert self._control is not None
-        is_asked = False
+        is_awaited = False
         try:
-            while not self._over.wait(self._soon if is_asked else self._look):
-                is_asked = self._control.count(self._make_key("waiting"), 0) > 0
-                if is_asked:
-                    self._publish_state(self._control, self._place)
+            while not self._is_stopped.wait(self._wait_interval if is_awaited else self._idle_interval):
+                is_awaited = self._control.count(self._make_key("waiting"), 0) > 0
+                if is_awaited:
+                    self._publish_state(self._control, self._progress)
             self._publish_state(self._control, _ENDED)
         except (ControlPlaneError, RuntimeError) as error:  # includes torch's DistError: the store's host is gone
             log.debug("this rank answers no more: %s", get_first_line(error))
 
-    def _publish_state(self, control: Control, place: Place) -> None:
+    def _publish_state(self, control: Control, progress: Progress) -> None:
         """Publish this rank's progress, its number of collectives, and whether it joins every call of other ranks.
 
         Do nothing if all three are unchanged since they were last published.
         """
-        published = [place, self._count_collectives(), self._is_replaying]
-        if published != self._told:
-            self._told = published
-            site = _find_users_line(sys._current_frames().get(threading.main_thread().ident or 0))
-            control.set(self._make_key(f"at/{control.rank}"), json.dumps([*published, site, [*self._made]]).encode())
+        published = [progress, self._count_collectives(), self._joins_every_call]
+        if published != self._last_published:
+            self._last_published = published
+            call_site = _find_users_line(sys._current_frames().get(threading.main_thread().ident or 0))
+            control.set(
+                self._make_key(f"at/{control.rank}"),
+                json.dumps([*published, call_site, [*self._latest_calls]]).encode(),
+            )
 
     def _make_key(self, name: str) -> str:
-        return f"calls/{self._name}/{name}"
+        return f"calls/{self._runtime_number}/{name}"
 
 
 def _find_users_line(frame: FrameType | None = None) -> str:
@@ -390,15 +445,17 @@ def _find_users_line(frame: FrameType | None = None) -> str:
 
 def _count_collectives() -> int:
     """Return the number of collectives that this process has entered in torch's default group."""
-    group = dist.group.WORLD if dist.is_initialized() else None
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        return 0
+    group: Any = dist.group.WORLD
     try:
-        engines: list[Any] = [] if group is None else [group._get_backend(kind) for kind in group._device_types]
-        return sum(int(engine._get_sequence_number_for_group()) for engine in engines)
+        backends = [group._get_backend(device_type) for device_type in group._device_types]
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
     except RuntimeError:  # a backend without a counter
         return 0
 
 
-def _count_runtimes() -> Iterator[int]:
+def _create_runtime_counter() -> Iterator[int]:
     """Return a new counter that numbers the runtimes of this process.
 
     All ranks start runtimes in the same order, so a number identifies the same runtime on all ranks.

@@ -63,13 +63,13 @@ class RankConditionalCallCheck:
         """
         attendance = self._runtime.scope.get_or_create(Attendance)
         attendance.count_call(action)
-        key = trace_calls(_DEPTH)
-        if key in self._seen:
+        stack = trace_calls(_DEPTH)
+        if stack in self._seen:
             return
-        self._seen.add(key)
-        attended = attendance.find_current_participants()
-        if attended.elsewhere:
+        self._seen.add(stack)
+        participants = attendance.find_current_participants()
+        if participants.absence:
             raise UnsupportedError(
-                f"{call} {attended}. Under the {self._strategy} strategy each rank holds a part of the model, and {action} needs "
+                f"{call} {participants}. Under the {self._strategy} strategy each rank holds a part of the model, and {action} needs "
                 "all parts. Call it on every rank, and put only the code that uses the result under the condition"
             )

@@ -36,19 +36,26 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 Op = Literal["any", "min", "max", "sum"]
-_FOLDS: dict[str, Callable[[Iterable[float]], float]] = {
+_REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {
     "any": lambda column: float(any(column)),
     "min": min,
     "max": max,
     "sum": math.fsum,
 }
-_CODES = {op: code for code, op in enumerate(_FOLDS)}
+_CODES = {op: code for code, op in enumerate(_REDUCTIONS)}
 _HEAD = struct.Struct("<qBH")  # number of the vote, operation, number of values
 _MISMATCH = -1
-_ARRIVED, _WEIGHTY = 1, 1 << 32  # an arrival adds _ARRIVED, and _WEIGHTY too if it has a nonzero value
+_ARRIVED = 1
+"""Number that each rank adds to the counter of arrivals."""
 
-UNTIL_ENDED = 30.0
-"""Seconds that a process that has aborted the run waits for the launcher to end it. After that it ends itself."""
+_NONZERO = 1 << 32
+"""Number that a rank adds in addition if one of its values is not zero.
+
+If no rank does, the result is known to be zero without reading the values of all ranks.
+"""
+
+KILL_TIMEOUT = 30.0
+"""Seconds that a process that has aborted the run waits for the launcher to kill it. After that it ends itself."""
 
 
 class Control:
@@ -70,13 +77,13 @@ class Control:
         self.timeout = timeout
         self._link = link
         # The launcher's hang watch has more information, so let it report first.
-        self._limit = timeout + MARGIN if link is not None and link.is_launched else timeout
+        self._vote_timeout = timeout + MARGIN if link is not None and link.is_launched else timeout
         self._extension = timedelta()
         self._num_votes = 0
         # One connection for the votes of all threads, because requests on a connection are processed in order.
-        self._channel: SealedStore | None = None
-        self._broken = ""
-        self._own = SealedStore(HashStore(), "own", Seal(b"", UnsealedCounter(log.warning)))
+        self._vote_store: SealedStore | None = None
+        self._failure = ""
+        self._local_store = SealedStore(HashStore(), "own", Seal(b"", UnsealedCounter(log.warning)))
 
     # ---------------------------------------------------------------- votes
 
@@ -100,26 +107,26 @@ class Control:
             ControlPlaneError: If ranks did not vote in time (the message names them), if the host of the store is gone,
                 or if an earlier vote has failed.
         """
-        if op not in _FOLDS:
-            raise ConfigError(f"vote(op={op!r}) is unknown; allowed: {', '.join(_FOLDS)}")
+        if op not in _REDUCTIONS:
+            raise ConfigError(f"vote(op={op!r}) is unknown; allowed: {', '.join(_REDUCTIONS)}")
         if self._link is None:
-            return [_FOLDS[op]((float(value),)) for value in values]
-        if self._broken:
-            raise ControlPlaneError(f"no more votes after one that failed ({self._broken}); end the run")
+            return [_REDUCTIONS[op]((float(value),)) for value in values]
+        if self._failure:
+            raise ControlPlaneError(f"no more votes after one that failed ({self._failure}); end the run")
         self._num_votes += 1
         own = pulse.get_own_pulse()
         entered = own.enter_collective("vote", find_call_site())
         try:
-            if self._channel is None:
-                self._channel = self._link.store
-            result = self._cast_vote(self._channel, values, op, timeout or self._limit + self._extension)
+            if self._vote_store is None:
+                self._vote_store = self._link.store
+            result = self._cast_vote(self._vote_store, values, op, timeout or self._vote_timeout + self._extension)
             own.leave_collective(entered)
             return result
         except DistError as error:
-            self._broken = self._explain_loss(error)
-            raise ControlPlaneError(self._broken) from error
+            self._failure = self._describe_lost_store(error)
+            raise ControlPlaneError(self._failure) from error
         except (ControlPlaneError, CollectiveError) as error:
-            self._broken = str(error)
+            self._failure = str(error)
             raise
 
     def extend_limit(self, seconds: float) -> None:
@@ -136,20 +143,21 @@ class Control:
         number = self._num_votes
         head = _HEAD.pack(number, _CODES[op], len(values))
         store.set(f"vote/{self.rank}", head + struct.pack(f"<{len(values)}d", *values))
-        tally = store.add("arrived", _ARRIVED + (_WEIGHTY if any(values) else 0))
-        if tally % _WEIGHTY == self.world_size:
-            result = self._combine_values(store, head, values, op) if tally >= _WEIGHTY else head
+        tally = store.add("arrived", _ARRIVED + (_NONZERO if any(values) else 0))
+        num_arrived, has_nonzero = tally % _NONZERO, tally >= _NONZERO
+        if num_arrived == self.world_size:
+            result = self._combine_values(store, head, values, op) if has_nonzero else head
             store.reset("arrived")
             store.set(f"result/{number}", result)
         else:
             # The first rank to arrive deletes the result of the vote before last, because it has to wait anyway. All
             # ranks have read that result.
-            if tally % _WEIGHTY == 1:
+            if num_arrived == 1:
                 store.delete_key(f"result/{number - 2}")
             if not wait_for_keys(store, [f"result/{number}"], timeout):
-                raise ControlPlaneError(self._describe_absence(store, number, timeout))
+                raise ControlPlaneError(self._describe_missing_votes(store, number, timeout))
             result = store.get(f"result/{number}")
-        return self._read_tally(result, head, values)
+        return self._parse_result(result, head, values)
 
     def _combine_values(self, store: SealedStore, head: bytes, values: Sequence[float], op: Op) -> bytes:
         """Combine the values that all ranks have written for a vote, and return the result as bytes to publish.
@@ -164,14 +172,14 @@ class Control:
         """
         votes = store.multi_get([f"vote/{rank}" for rank in range(self.world_size)])
         if any(vote[: _HEAD.size] != head for vote in votes):
-            description = "; ".join(f"rank {rank}: {_parse_vote(vote)}" for rank, vote in enumerate(votes))
+            description = "; ".join(f"rank {rank}: {_describe_vote(vote)}" for rank, vote in enumerate(votes))
             return _HEAD.pack(_MISMATCH, 0, 0) + description.encode()
         rows = [struct.unpack_from(f"<{len(values)}d", vote, _HEAD.size) for vote in votes]
-        return head + struct.pack(f"<{len(values)}d", *(_FOLDS[op](column) for column in zip(*rows)))
+        return head + struct.pack(f"<{len(values)}d", *(_REDUCTIONS[op](column) for column in zip(*rows)))
 
-    def _read_tally(self, result: bytes, head: bytes, values: Sequence[float]) -> list[float]:
+    def _parse_result(self, result: bytes, head: bytes, values: Sequence[float]) -> list[float]:
         if result[: _HEAD.size] != head:
-            description = f"rank {self.rank}: {_parse_vote(head)}; others: {_parse_vote(result)}"
+            description = f"rank {self.rank}: {_describe_vote(head)}; others: {_describe_vote(result)}"
             if _HEAD.unpack_from(result)[0] == _MISMATCH:
                 description = result[_HEAD.size :].decode()
             raise CollectiveError(
@@ -186,7 +194,7 @@ class Control:
             return [0.0] * len(values)
         return list(struct.unpack_from(f"<{len(values)}d", result, _HEAD.size))
 
-    def _describe_absence(self, store: SealedStore, number: int, timeout: timedelta) -> str:
+    def _describe_missing_votes(self, store: SealedStore, number: int, timeout: timedelta) -> str:
         """Return an error message that names the ranks that have voted and the ranks that have not.
 
         Args:
@@ -194,30 +202,33 @@ class Control:
             number: Number of the vote.
             timeout: Time that this rank has waited.
         """
-        keys = [f"vote/{rank}" for rank in range(self.world_size)]
-        numbers = [_HEAD.unpack_from(vote)[0] if (vote := store.find(key)) else 0 for key in keys]
-        missing = [rank for rank, seen in enumerate(numbers) if seen < number]
-        came = [rank for rank, seen in enumerate(numbers) if seen >= number]
-        hosts = [f"rank {rank}: {here}" for rank in missing[:8] if (here := find_process_location(store, rank))]
+        latest_votes = [_read_vote_number(store, rank) for rank in range(self.world_size)]
+        missing = [rank for rank, latest in enumerate(latest_votes) if latest < number]
+        present = [rank for rank, latest in enumerate(latest_votes) if latest >= number]
+        locations = {rank: find_process_location(store, rank) for rank in missing[:8]}
+        hosts = "; ".join(f"rank {rank}: {location}" for rank, location in locations.items() if location)
+        progress = _describe_progress()
         return (
             f"vote {number} missed {name_ranks(missing) if missing else 'nobody, but its result'} for {timeout.total_seconds():g} s: "
-            f"{name_ranks(came)} voted{f' ({_describe_progress()} here)' if _describe_progress() else ''}. See what keeps "
+            f"{name_ranks(present)} voted{f' ({progress} here)' if progress else ''}. See what keeps "
             f"{'it' if len(missing) == 1 else 'them'} "
-            f"({'; '.join(hosts) or 'nothing is known of where'}), or give more time with --timeout"
+            f"({hosts or 'nothing is known of where'}), or give more time with --timeout"
         )
 
-    def _explain_loss(self, error: DistError) -> str:
+    def _describe_lost_store(self, error: DistError) -> str:
         assert self._link is not None
-        by = self._link.address.hosted_by
-        reason = f"{by}, which hosted the control plane, is gone"
+        host_process = self._link.address.hosted_by
+        reason = f"{host_process}, which hosted the control plane, is gone"
         if self._link.has_host_finished:
-            reason = f"{by}, which hosted the control plane, has ended its script; vote as often on every rank"
+            reason = (
+                f"{host_process}, which hosted the control plane, has ended its script; vote as often on every rank"
+            )
         return f"{reason} ({get_first_line(error)})"
 
     # ---------------------------------------------------------------- key-value exchange
 
     def set(self, key: str, value: bytes) -> None:
-        """Publish `value` under `key`. After a restart of the run's processes, the value is no longer visible."""
+        """Publish `value` under `key` for all ranks. After a restart of the run's processes, the value is no longer visible."""
         self._store.set(f"user/{key}", value)
 
     def get(self, key: str, timeout: timedelta) -> bytes:
@@ -255,7 +266,7 @@ class Control:
 
     @property
     def _store(self) -> SealedStore:
-        return self._own if self._link is None else self._link.store
+        return self._local_store if self._link is None else self._link.store
 
     # ---------------------------------------------------------------- abort
 
@@ -268,11 +279,11 @@ class Control:
         Args:
             reason: Text for the user, of one or more lines.
         """
-        where = _describe_progress()
-        who = f"rank {self.rank} of {self.world_size} (host {socket.gethostname()}, pid {os.getpid()}" + (
-            f", {where})" if where else ")"
-        )
-        text = f"{who} ended the run: {reason}"
+        details = [f"host {socket.gethostname()}", f"pid {os.getpid()}"]
+        progress = _describe_progress()
+        if progress:
+            details.append(progress)
+        text = f"rank {self.rank} of {self.world_size} ({', '.join(details)}) ended the run: {reason}"
         is_launched = self._link is not None and self._link.is_launched
         try:
             if self._link is not None:
@@ -281,15 +292,21 @@ class Control:
             is_launched = False
             text += f"\n(the control plane could not be told: {get_first_line(error)})"
         if is_launched:
-            time.sleep(UNTIL_ENDED)  # the agents print the report and end all ranks
+            time.sleep(KILL_TIMEOUT)  # the agents print the report and end all ranks
         elif self.rank == 0 and self.world_size > 1:
             time.sleep(1.0)  # the store ends with this process, and the other ranks poll it every 0.25 s
         end_process(text)
 
 
-def _parse_vote(vote: bytes) -> str:
+def _read_vote_number(store: SealedStore, rank: int) -> int:
+    """Return the number of the latest vote of a rank, or 0 if it has not voted."""
+    vote = store.find(f"vote/{rank}")
+    return int(_HEAD.unpack_from(vote)[0]) if vote else 0
+
+
+def _describe_vote(vote: bytes) -> str:
     number, code, count = _HEAD.unpack_from(vote)
-    return f"{list(_FOLDS)[code]} of {count} values in its vote {number}"
+    return f"{list(_REDUCTIONS)[code]} of {count} values in its vote {number}"
 
 
 def _describe_progress() -> str:

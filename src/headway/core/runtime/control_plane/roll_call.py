@@ -25,14 +25,15 @@ def check_in(store: SealedStore, rank: int, world_size: int, timeout: timedelta)
         LaunchError: If ranks are missing at the timeout, or if two processes have the same rank. The message names the
             ranks.
     """
-    me = f"pid {os.getpid()} on {socket.gethostname()}"
+    own_process = f"pid {os.getpid()} on {socket.gethostname()}"
     if store.add(f"here/{rank}/count", 1) > 1:
-        other = find_process_location(store, rank) or "another process"
+        other_process = find_process_location(store, rank) or "another process"
         raise LaunchError(
-            f"more processes than the {world_size} that were asked for: rank {rank} was started twice ({other}, and {me}). Start "
-            "each rank once, and do not pass the variable RANK to processes that are not ranks"
+            f"more processes than the {world_size} that were asked for: rank {rank} was started twice "
+            f"({other_process}, and {own_process}). Start each rank once, "
+            "and do not pass the variable RANK to processes that are not ranks"
         )
-    store.set(f"here/{rank}", me.encode())
+    store.set(f"here/{rank}", own_process.encode())
     keys = [f"here/{other}" for other in range(world_size)]
     if wait_for_keys(store, keys, timeout):
         return
@@ -59,9 +60,9 @@ def describe_missing(world_size: int, missing: Sequence[int], when: str) -> str:
         missing: Missing ranks.
         when: Phrase for the time limit, such as "within 60 s".
     """
-    came = world_size - len(missing)
+    num_present = world_size - len(missing)
     return (
-        f"{world_size} processes were asked for and {came} {'have' if came != 1 else 'has'} come {when}: missing "
+        f"{world_size} processes were asked for and {num_present} {'have' if num_present != 1 else 'has'} come {when}: missing "
         f"{name_ranks(missing)}. Find out what delays these ranks (an import, a download, a branch that leaves early), or allow "
         "more time with --timeout"
     )

@@ -24,7 +24,7 @@ class SealedStore:
         self._seal = seal
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value together with its HMAC."""
+        """Write a value together with its HMAC, which is valid for this store and key only."""
         self._store.set(key, self._seal.seal_message(f"{self._name}/{key}", value))  # type: ignore[arg-type]
 
     def find(self, key: str) -> bytes | None:

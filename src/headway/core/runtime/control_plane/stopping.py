@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 from headway.common import scope
 from headway.core.config.preemption import Deadline
@@ -37,41 +38,52 @@ from headway.core.runtime.signals import SignalFlags
 from headway.errors import ControlPlaneError
 from headway.log import get_logger
 
-LOOK = 0.2
+POLL_INTERVAL = 0.2
 """Seconds between two checks for stop requests of other ranks."""
 
-POSTING = 30.0
+ANSWER_TIMEOUT = 30.0
 """Seconds within which the threads of all ranks must post their positions after a stop request.
 
 A rank that does not do so is dead or suspended.
 """
 
-LATE = 20.0
+ARRIVAL_TIMEOUT = 20.0
 """Seconds that a rank waits at the check at which it wants to stop until all other ranks arrive there.
 
 The limit doubles with each further check at which the ranks try to stop.
 """
 
-SOON = 5.0
+MAX_FINISHED_SECONDS = 5.0
 """Longest duration, in seconds, of an update that is still finished before the stop, so that its work is not lost.
 
 A longer update is interrupted. So is one that is unfinished this many seconds after the request, even if earlier
 updates were shorter.
 """
 
-AGAIN = 3.0
+MIN_REPEAT_SECONDS = 3.0
 """Minimum seconds between the first signal and a repeated signal that ends the process.
 
 A repeated signal does not end the process if all ranks have already reached the check at which they stop.
 """
 
-Position = tuple[int, int]
+
+class CheckPosition(NamedTuple):
+    """Position of a check in a rank's script.
+
+    Attributes:
+        window: Number of accumulation windows started before the check.
+        check: Number of checks since that window started, from 0.
+    """
+
+    window: int
+    check: int
+
 
 log = get_logger(__name__)
 
 
 class StopAgreement:
-    """This rank's part in an agreement between all ranks to stop the run at one point of their scripts.
+    """Agreement between all ranks to stop the run at one point of their scripts, as seen from this rank.
 
     The script calls `check` regularly. After a stop request on any rank, the ranks agree on one of these checks.
 
@@ -93,16 +105,16 @@ class StopAgreement:
         self._flags = SignalFlags(signals)
         self._deadline = deadline
         self._name = name
-        self._position: Position = (0, -1)
-        self._target: Position | None = None
-        self._is_in_a_hurry = False
-        self._is_arriving = False
-        self._asked_at = 0.0
+        self._position = CheckPosition(0, -1)
+        self._target: CheckPosition | None = None
+        self._can_stop_in_window = False
+        self._is_at_target = False
+        self._request_time = 0.0
         self._has_posted_again = False
-        self._round = 0
-        self._began = time.monotonic()
-        self._paces = (0.0, 0.0)
-        self._over = threading.Event()
+        self._attempt = 0
+        self._window_start = time.monotonic()
+        self._window_seconds = (0.0, 0.0)  # durations of the last two accumulation windows, the older one first
+        self._is_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway-stopping", daemon=True)
 
     def start(self) -> None:
@@ -124,58 +136,61 @@ class StopAgreement:
             self._flags.stop(then_ignore=self.is_agreed)
 
     def _end_thread(self) -> None:
-        self._over.set()
+        self._is_ended.set()
         self._flags.has_arrived.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5)
 
     # ---------------------------------------------------------------- the main thread
 
-    def check(self, window: int, where: Callable[[], tuple[str, bool]]) -> bool:
+    def check(self, window: int, describe_position: Callable[[], tuple[str, bool]]) -> bool:
         """Report that this rank has reached a point at which it can stop. Return whether all ranks stop here.
 
         Only after a stop request does this wait for the other ranks. After the agreed stop it returns False.
 
         Args:
             window: Number of accumulation windows started so far.
-            where: Function that returns a pair. Its first element describes this rank's place in the script and is
-                compared with that of other ranks. The second is whether an accumulation window is open. It is called
-                only after a stop request.
+            describe_position: Function that returns a pair. Its first element describes this rank's place in the script.
+                All ranks must have equal descriptions to stop. The second element is whether an accumulation window is
+                open. It is called only after a stop request.
 
         Raises:
-            ControlPlaneError: If another rank does not answer a stop request within `POSTING` seconds.
+            ControlPlaneError: If another rank does not answer a stop request within `ANSWER_TIMEOUT` seconds.
         """
-        was = self._position
-        if was[0] != window:
+        position = CheckPosition(window, 0)
+        if window == self._position.window:
+            position = CheckPosition(window, self._position.check + 1)
+        else:
             now = time.monotonic()
-            self._paces = (self._paces[1], now - self._began)
-            self._began = now
+            self._window_seconds = (self._window_seconds[1], now - self._window_start)
+            self._window_start = now
         # Write the position before reading the reason. The thread uses the reverse order, so at least one of the two
         # sees what the other has written.
-        self._position = position = (window, was[1] + 1 if was[0] == window else 0)
+        self._position = position
         if not self.reason or self.is_agreed:
             return False
-        return self._decide_to_stop(position, *where())
+        return self._decide_to_stop(position, *describe_position())
 
-    def _decide_to_stop(self, position: Position, where: str, is_open: bool) -> bool:
+    def _decide_to_stop(self, position: CheckPosition, script_position: str, is_open: bool) -> bool:
         if self._target is None:
-            self._target, pace = self._agree_on_target("post")
-            self._is_in_a_hurry = pace > SOON
+            self._target, window_seconds = self._agree_on_target("post")
+            self._can_stop_in_window = window_seconds > MAX_FINISHED_SECONDS
         self._move_target_forward()
-        while position >= self._target and (self._is_in_a_hurry or not is_open):
-            # Set before checking for a second post. The thread uses the reverse order.
-            self._is_arriving = True
+        while position >= self._target and (self._can_stop_in_window or not is_open):
+            # Set before checking for a second post. The thread posts in the reverse order. So it posts this check, or this
+            # rank sees the post and moves the target.
+            self._is_at_target = True
             if self._move_target_forward():
-                self._is_arriving = False
+                self._is_at_target = False
                 continue
-            is_here = self._wait_for_arrivals(where)
-            self._is_arriving = False
+            is_here = self._wait_for_arrivals(script_position)
+            self._is_at_target = False
             if is_here:
-                self._wait_for_readers()
+                self._wait_until_all_have_read()
                 self.is_agreed = True
                 return True
-            self._target = (self._target[0] + 1, 0)
-            self._round += 1
+            self._target = CheckPosition(self._target.window + 1, 0)
+            self._attempt += 1
         return False
 
     def _move_target_forward(self) -> bool:
@@ -187,14 +202,17 @@ class StopAgreement:
         Returns:
             Whether this call has moved the target.
         """
-        if self._is_in_a_hurry or not self._has_posted_again:
+        if self._can_stop_in_window or not self._has_posted_again:
             return False
         self._target, _ = self._agree_on_target("again")
-        self._is_in_a_hurry = True
+        self._can_stop_in_window = True
         return True
 
-    def _agree_on_target(self, name: str) -> tuple[Position, float]:
+    def _agree_on_target(self, name: str) -> tuple[CheckPosition, float]:
         """Agree with all ranks on the check at which they stop: the largest position that any rank has posted.
+
+        Args:
+            name: Key of the posts: "post" for the first ones after a request, "again" for the second ones.
 
         Returns:
             Position of the check, and the duration of an accumulation window in seconds on the slowest rank.
@@ -203,52 +221,53 @@ class StopAgreement:
             ControlPlaneError: If a rank does not post its position in time.
         """
         keys = [self._make_key(f"{name}/{rank}") for rank in range(self._control.world_size)]
-        deadline = time.monotonic() + POSTING
+        deadline = time.monotonic() + ANSWER_TIMEOUT
         while missing := [rank for rank, key in enumerate(keys) if not self._control.has_key(key)]:
             if time.monotonic() > deadline:
                 raise ControlPlaneError(
-                    f"the run was asked to stop ({self.reason}), but {name_ranks(missing)} did not answer within {POSTING:g} s. "
-                    "A rank that does not answer has died or is suspended. Nothing was saved; resume from the last checkpoint"
+                    f"the run was asked to stop ({self.reason}), but {name_ranks(missing)} did not answer within "
+                    f"{ANSWER_TIMEOUT:g} s. A rank that does not answer has died or is suspended. "
+                    "Nothing was saved; resume from the last checkpoint"
                 )
             time.sleep(0.005)
-        posts = [self._control.get(key, timedelta(seconds=POSTING)).decode().split() for key in keys]
-        target = max((int(window), int(checks)) for window, checks, _ in posts)
-        return target, max(float(pace) for _, _, pace in posts)
+        posts = [self._control.get(key, timedelta(seconds=ANSWER_TIMEOUT)).decode().split() for key in keys]
+        target = max(CheckPosition(int(window), int(check)) for window, check, _ in posts)
+        return target, max(float(window_seconds) for _, _, window_seconds in posts)
 
-    def _wait_for_arrivals(self, where: str) -> bool:
+    def _wait_for_arrivals(self, script_position: str) -> bool:
         """Wait for the other ranks, and return whether all of them are at this check and at equal places of the script.
 
         The last rank to arrive publishes the result. If a rank times out before that, it publishes that not all ranks
         have arrived.
 
         Args:
-            where: Description of this rank's place in the script, which must be equal on all ranks.
+            script_position: Description of this rank's place in the script, which must be equal on all ranks.
         """
-        control, verdict = self._control, self._make_key(f"{self._round}/verdict")
+        control, verdict = self._control, self._make_key(f"{self._attempt}/verdict")
         # Another rank might be waiting for this one in a save that only the other rank makes.
         process.current().scope.get_or_create(Attendance).count_call("stopping")
-        control.set(self._make_key(f"{self._round}/{control.rank}"), where.encode())
-        if control.count(self._make_key(f"{self._round}/count")) == control.world_size:
-            keys = [self._make_key(f"{self._round}/{rank}") for rank in range(control.world_size)]
-            places = {control.get(key, timedelta(seconds=POSTING)) for key in keys}
-            return control.set_once(verdict, b"here" if len(places) == 1 else b"on") == b"here"
-        deadline = time.monotonic() + LATE * 2**self._round
+        control.set(self._make_key(f"{self._attempt}/{control.rank}"), script_position.encode())
+        if control.count(self._make_key(f"{self._attempt}/count")) == control.world_size:
+            keys = [self._make_key(f"{self._attempt}/{rank}") for rank in range(control.world_size)]
+            descriptions = {control.get(key, timedelta(seconds=ANSWER_TIMEOUT)) for key in keys}
+            return control.set_once(verdict, b"here" if len(descriptions) == 1 else b"on") == b"here"
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT * 2**self._attempt
         while not control.has_key(verdict):
             if time.monotonic() > deadline:
                 return control.set_once(verdict, b"on") == b"here"
             time.sleep(0.005)
         return control.set_once(verdict, b"on") == b"here"
 
-    def _wait_for_readers(self) -> None:
+    def _wait_until_all_have_read(self) -> None:
         """Report that this rank has read the decision. On rank 0, also wait until all other ranks have, at most 30 s.
 
         Rank 0's process might host the store, which would otherwise end before the other ranks have read from it.
         """
-        control, known = self._control, self._make_key("known")
+        control, all_read_key = self._control, self._make_key("known")
         if control.count(self._make_key("read")) == control.world_size:
-            control.set(known, b"1")
-        deadline = time.monotonic() + POSTING
-        while control.rank == 0 and not control.has_key(known) and time.monotonic() < deadline:
+            control.set(all_read_key, b"1")
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        while control.rank == 0 and not control.has_key(all_read_key) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def _make_key(self, name: str) -> str:
@@ -258,18 +277,18 @@ class StopAgreement:
 
     def _run(self) -> None:
         try:
-            while not self._over.is_set():
-                self._flags.has_arrived.wait(LOOK)
+            while not self._is_ended.is_set():
+                self._flags.has_arrived.wait(POLL_INTERVAL)
                 self._flags.has_arrived.clear()
                 if self.reason:
-                    self._look_again()
+                    self._handle_delays()
                 else:
-                    self._look_for_request()
+                    self._check_for_request()
         except (ControlPlaneError, RuntimeError) as error:  # includes torch's DistError: the store's host is gone
-            if not self._over.is_set():
+            if not self._is_ended.is_set():
                 log.info("signals are heard no more, as the control plane is gone: %s", get_first_line(error))
 
-    def _look_for_request(self) -> None:
+    def _check_for_request(self) -> None:
         """Check once for a stop request.
 
         If this rank has received a request, publish it; otherwise read the request of another rank. If there is one,
@@ -280,45 +299,53 @@ class StopAgreement:
         if own_request and pulse.get_own_pulse().is_run_over and not self._flags.has_previous_handler:
             # Apply the default action of SIGTERM: another rank has failed, and the failure was reported.
             os._exit(128 + signal.SIGTERM)
-        asked = self._make_key("asked")
+        request_key = self._make_key("asked")
         if own_request:
-            reason = self._control.set_once(asked, own_request.encode())
-        elif self._control.world_size > 1 and self._control.has_key(asked):
-            reason = self._control.get(asked, timedelta(seconds=POSTING))
+            reason = self._control.set_once(request_key, own_request.encode())
+        elif self._control.world_size > 1 and self._control.has_key(request_key):
+            reason = self._control.get(request_key, timedelta(seconds=ANSWER_TIMEOUT))
         else:
             return
-        self._asked_at = time.monotonic()
+        self._request_time = time.monotonic()
         self.reason = reason.decode()
         self._post_position("post")
 
     def _post_position(self, name: str, *, is_at_check: bool = False) -> None:
-        window, checks = self._position
+        """Publish the position of this rank's next check, and the duration of its accumulation windows.
+
+        Args:
+            name: Key of the post, as in `_agree_on_target`.
+            is_at_check: Whether this rank is in a check and waits there, so that this check counts as the next one.
+        """
+        window, check = self._position
+        if not is_at_check:
+            check += 1
         # Post the shorter of the last two durations, because one of them might include an evaluation.
-        post = f"{window} {checks if is_at_check else checks + 1} {min(self._paces)}"
+        post = f"{window} {check} {min(self._window_seconds)}"
         self._control.set(self._make_key(f"{name}/{self._control.rank}"), post.encode())
 
-    def _look_again(self) -> None:
+    def _handle_delays(self) -> None:
         """After a stop request, handle a long accumulation window and repeated signals.
 
         If no rank has stopped after a while, request an earlier stop. If a signal is repeated, end this process,
         because it might never reach another check.
         """
-        is_late = time.monotonic() - self._asked_at > SOON
-        if not (self._has_posted_again or self.is_agreed) and (
-            is_late or self._control.has_key(self._make_key("hurry"))
-        ):
+        can_post_again = not self._has_posted_again and not self.is_agreed
+        is_late = time.monotonic() - self._request_time > MAX_FINISHED_SECONDS
+        if can_post_again and (is_late or self._control.has_key(self._make_key("hurry"))):
             self._control.set_once(self._make_key("hurry"), b"1")
             self._has_posted_again = True
-            self._post_position("again", is_at_check=self._is_arriving)
+            self._post_position("again", is_at_check=self._is_at_target)
         first, last = self._flags.arrival_times or (0.0, 0.0)
-        if last - first > AGAIN and not self.is_agreed and not self._flags.has_previous_handler:
+        if last - first > MIN_REPEAT_SECONDS and not self.is_agreed and not self._flags.has_previous_handler:
             os._exit(128 + (self._flags.lowest_signal or signal.SIGTERM))
 
     def _describe_own_request(self) -> str:
         """Return text that names the stop request, such as a signal, that this rank has received; "" if none."""
-        who = f" on rank {self._control.rank}" if self._control.world_size > 1 else ""
-        if (number := self._flags.lowest_signal) is not None:
-            return f"{signal.Signals(number).name}{who}"
+        number = self._flags.lowest_signal
+        if number is not None:
+            place = f" on rank {self._control.rank}" if self._control.world_size > 1 else ""
+            return f"{signal.Signals(number).name}{place}"
         if self._deadline is not None and self._deadline.is_over:
             return "the end of the allotted time"
         return ""

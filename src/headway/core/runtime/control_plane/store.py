@@ -31,13 +31,18 @@ NOTICE = "notice"
 """Key of the store that announces the end of the run. Its value is the reason."""
 
 AGENT, RANK_0 = "the launcher", "rank 0"
+"""Processes that can host the store, as named in messages."""
 
-_RAREST = 0.05
+_MAX_POLL_INTERVAL = 0.05
 """Maximum seconds between two polls of the store in a long wait."""
 
-_LISTEN, _FAREWELL = 0.25, 1.0
+_ABORT_POLL_INTERVAL = 0.25
+"""Seconds between two checks for an abort of the run."""
 
-_ADDRESS, _GOODBYE, _GONE = "control", "goodbye", "gone"
+_CLOSE_TIMEOUT = 1.0
+"""Maximum seconds that the host of the store waits at its end, so that other ranks notice the end or the abort."""
+
+_ADDRESS_KEY, _HOST_FINISHED_KEY, _NUM_CLOSED_KEY = "control", "goodbye", "gone"
 
 
 @dataclass(frozen=True)
@@ -76,23 +81,22 @@ class StoreAddress:
         try:
             content: dict[str, Any] = parse_json(text)
             bytes.fromhex(content["key"])
-            found = cls(**content)
-            is_sound = all(isinstance(each, str) for each in (found.host, found.attempt, found.hosted_by))
-            is_sound = is_sound and all(
-                type(each) is int and 0 <= each < 65536 for each in (found.port, found.hub_port)
-            )
+            address = cls(**content)
+            are_texts = all(isinstance(each, str) for each in (address.host, address.attempt, address.hosted_by))
+            are_ports = all(type(each) is int and 0 <= each < 65536 for each in (address.port, address.hub_port))
+            is_valid = are_texts and are_ports
         except (ValueError, TypeError, KeyError):
-            is_sound = False
-        if not is_sound:
+            is_valid = False
+        if not is_valid:
             raise ConfigError(
                 f"{shorten_repr(text)} is not the address of a control plane of this Headway. Only the launcher sets {env.CONTROL}, "
                 "so unset it"
             )
-        return found
+        return address
 
 
 class StoreLink:
-    """Connection of a process to the store: address, server if this process hosts it, and one client per thread.
+    """Connection of a process to the control plane's store. It has one client per thread, and the server if there is one.
 
     If rank 0 hosts the store, a thread of each process watches for an abort of the run. With a launcher, the agent does
     this.
@@ -121,8 +125,8 @@ class StoreLink:
         self._timeout = timeout
         self._server = server
         self._connections = threading.local()
-        self._is_over = threading.Event()
-        self._presence: socket.socket | None = None
+        self._is_closed = threading.Event()
+        self._host_socket: socket.socket | None = None
         self._thread = threading.Thread(target=self._watch_for_abort, name="headway-control", daemon=True)
         if not self.is_launched:
             self._thread.start()
@@ -141,13 +145,12 @@ class StoreLink:
         Raises:
             LaunchError: If the store cannot be reached.
         """
-        found: SealedStore | None = getattr(self._connections, "store", None)
-        if found is None:
-            name = self.address.attempt
-            found = self._connections.store = SealedStore(
-                PrefixStore(name, self._connect_client()), f"control {name}", self.seal
-            )
-        return found
+        store: SealedStore | None = getattr(self._connections, "store", None)
+        if store is None:
+            prefix = self.address.attempt
+            store = SealedStore(PrefixStore(prefix, self._connect_client()), f"control {prefix}", self.seal)
+            self._connections.store = store
+        return store
 
     def _connect_client(self) -> TCPStore:
         host, port = self.address.host, self.address.port
@@ -166,17 +169,19 @@ class StoreLink:
         thread waited on a torch store, torch would log a C++ stack trace at that point.
         """
         try:
-            self._presence = socket.create_connection((self.address.host, self.address.port))
-            while not self._is_over.is_set() and not select.select([self._presence], [], [], _LISTEN)[0]:
-                self.has_host_finished = self.has_host_finished or self.store.find(_GOODBYE) is not None
+            self._host_socket = socket.create_connection((self.address.host, self.address.port))
+            while (
+                not self._is_closed.is_set() and not select.select([self._host_socket], [], [], _ABORT_POLL_INTERVAL)[0]
+            ):
+                self.has_host_finished = self.has_host_finished or self.store.find(_HOST_FINISHED_KEY) is not None
                 notice = self.store.find(NOTICE)
                 if notice is not None:
                     # The store ends with its host, so the host must be the last to end.
-                    time.sleep(_FAREWELL if self._server is not None else 0.0)
+                    time.sleep(_CLOSE_TIMEOUT if self._server is not None else 0.0)
                     end_process(escape_json(notice.decode()))
         except (DistError, LaunchError, OSError) as error:
             log.debug("the control plane is lost: %s", get_first_line(error))
-        if not self._is_over.is_set() and not self.has_host_finished:
+        if not self._is_closed.is_set() and not self.has_host_finished:
             print("headway: rank 0, which hosted the control plane, is gone", file=sys.stderr, flush=True)
 
     def close(self, rank: int, world_size: int) -> None:
@@ -188,7 +193,7 @@ class StoreLink:
             rank: Rank of this process.
             world_size: Number of processes.
         """
-        self._is_over.set()
+        self._is_closed.set()
         if self.is_launched:
             self._connections = threading.local()
             return
@@ -196,12 +201,12 @@ class StoreLink:
         try:
             if self._server is None:
                 # Rank 0 might have ended already, and torch retries a refused connection until its timeout.
-                self._timeout = min(self._timeout, timedelta(seconds=_FAREWELL))
-                self.store.add(_GONE, 1)
+                self._timeout = min(self._timeout, timedelta(seconds=_CLOSE_TIMEOUT))
+                self.store.add(_NUM_CLOSED_KEY, 1)
             else:
-                self.store.set(_GOODBYE, b"")
-                deadline = time.monotonic() + _FAREWELL
-                while self.store.add(_GONE, 0) < world_size - 1 and time.monotonic() < deadline:
+                self.store.set(_HOST_FINISHED_KEY, b"")
+                deadline = time.monotonic() + _CLOSE_TIMEOUT
+                while self.store.add(_NUM_CLOSED_KEY, 0) < world_size - 1 and time.monotonic() < deadline:
                     time.sleep(0.02)
         except (DistError, LaunchError) as error:
             log.debug("rank %d: the control plane was gone already: %s", rank, get_first_line(error))
@@ -257,7 +262,7 @@ def host_control_plane(store: SealedStore, seal: Seal, is_alone_on_machine: bool
     host = "127.0.0.1" if is_alone_on_machine else env.get("MASTER_ADDR") or socket.gethostname()
     server = start_store(host)
     address = StoreAddress(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0, secrets.token_hex(16))
-    store.set(_ADDRESS, address.encode().encode())
+    store.set(_ADDRESS_KEY, address.encode().encode())
     return StoreLink(replace(address, key=seal.derive_secret(address.key)), timeout, server, seal.unsealed_counter)
 
 
@@ -272,7 +277,7 @@ def join_control_plane(store: SealedStore, seal: Seal, timeout: timedelta) -> St
     Raises:
         ControlPlaneError: If rank 0 does not publish the address before the timeout.
     """
-    address = StoreAddress.decode(wait_for_value(store, _ADDRESS, timeout).decode())
+    address = StoreAddress.decode(wait_for_value(store, _ADDRESS_KEY, timeout).decode())
     return StoreLink(
         replace(address, key=seal.derive_secret(address.key)), timeout, unsealed_counter=seal.unsealed_counter
     )
@@ -307,7 +312,9 @@ def open_group_store(init_method: str | None, rank: int, world_size: int, timeou
 
 
 def wait_for_keys(store: SealedStore, keys: Sequence[str], timeout: timedelta) -> bool:
-    """Poll the keys at increasing intervals, and return whether all of them have appeared before the timeout.
+    """Wait until all keys exist in the store, and return whether they have appeared before the timeout.
+
+    The keys are polled at increasing intervals.
 
     torch's own wait runs in C++. It would not react to signals and would log two lines at every timeout.
     """
@@ -317,7 +324,7 @@ def wait_for_keys(store: SealedStore, keys: Sequence[str], timeout: timedelta) -
         waited = time.monotonic() - start
         if waited > seconds:
             return False
-        time.sleep(min(_RAREST, waited / 20))
+        time.sleep(min(_MAX_POLL_INTERVAL, waited / 20))
     return True
 
 

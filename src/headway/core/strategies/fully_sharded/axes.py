@@ -40,11 +40,11 @@ class AxisOptions:
 
 
 class SplitModel:
-    """A model that has been split along one mesh axis. By default its methods do nothing.
+    """Split of one model along one mesh axis, such as tensor parallelism. By default its methods do nothing.
 
     Attributes:
-        distributed: Modules whose parameters differ between the ranks of the axis. They are sharded over the other axes
-            only.
+        distributed: Modules whose parameters differ between the ranks of the axis, such as experts. They are sharded over
+            the other axes only.
     """
 
     distributed: Sequence[torch.nn.Module] = ()
@@ -90,7 +90,7 @@ class ModelAxis:
         self.options = options
 
     def split_model(
-        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, elsewhere: Container[int] = ()
+        self, model: torch.nn.Module, mesh: Any, ranks: Collectives, other_stage_ids: Container[int] = ()
     ) -> SplitModel:
         """Split a model in place.
 
@@ -98,10 +98,10 @@ class ModelAxis:
             model: Model on the meta device, or with equal values on all ranks.
             mesh: torch's device mesh, with axes named as in the layout.
             ranks: Collectives over all ranks of the run.
-            elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
+            other_stage_ids: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
         Raises:
             ConfigError: If the options do not fit the model.
             PrepareError: If the model cannot be split.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define split_model(model, mesh, ranks, elsewhere)")
+        raise NotImplementedError(f"{type(self).__name__} must define split_model(model, mesh, ranks, other_stage_ids)")

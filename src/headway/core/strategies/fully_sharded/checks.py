@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_AFTERWARDS = (
+_HOOK_ADVICE = (
     "parameter.register_post_accumulate_grad_hook(fn) after prepare(), which finds this rank's part of the reduced gradient in "
     "parameter.grad"
 )
@@ -62,8 +62,38 @@ def check_hooks(model: torch.nn.Module) -> None:
     if hooked:
         raise PrepareError(
             f"{_count_names(hooked)} of {type(model).__name__} have hooks on their gradients, made before prepare(). Sharding "
-            f"replaces these parameters, and the hooks would never run. Use {_AFTERWARDS}"
+            f"replaces these parameters, and the hooks would never run. Use {_HOOK_ADVICE}"
         )
+
+
+class _Shard(NamedTuple):
+    """Sharded parameter, with IDs that show whether values were assigned to its `data`.
+
+    Attributes:
+        name: Name of the parameter.
+        parameter: The DTensor.
+        storage_id: ID of its storage at the start.
+        local_shard_id: ID of its local tensor at the start.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    storage_id: int
+    local_shard_id: int
+
+
+class _ReplacedParameter(NamedTuple):
+    """Parameter that sharding has replaced.
+
+    Attributes:
+        name: Name of the parameter.
+        reference: Weak reference to the parameter.
+        write_state: Values that change when the script uses or changes the parameter (`_get_write_state`).
+    """
+
+    name: str
+    reference: "weakref.ref[torch.Tensor]"
+    write_state: tuple[int, int, bool]
 
 
 class LostWrites:
@@ -80,9 +110,9 @@ class LostWrites:
     def __init__(self, model: torch.nn.Module, replaced: Sequence[Named], name: str) -> None:
         self._model = model
         self._name = name
-        self._old = [(name, weakref.ref(p), _get_write_state(p)) for name, p in replaced]
-        self._parts = [
-            (name, p, _get_storage_id(p), id(dtensors.get_local_shard(p)))
+        self._replaced = [_ReplacedParameter(name, weakref.ref(p), _get_write_state(p)) for name, p in replaced]
+        self._shards = [
+            _Shard(name, p, _get_storage_id(p), id(dtensors.get_local_shard(p)))
             for name, p in model.named_parameters()
             if is_dtensor(p)
         ]
@@ -102,21 +132,29 @@ class LostWrites:
         """
         self.check_assigned()
         records = list(fsdp_state.iterate_records(self._model))
-        names = {id(part): name for name, part, _, _ in self._parts}
+        names = {id(shard.parameter): shard.name for shard in self._shards}
         hooked = [record for record in records if record.sharded_param._backward_hooks]
         self._raise_if_any(
             [names.get(id(record.sharded_param), "?") for record in hooked],
             "have hooks made by Tensor.register_hook, which never run, because autograd uses gathered copies of the parameters. "
-            f"Use {_AFTERWARDS}",
+            f"Use {_HOOK_ADVICE}",
         )
-        written = [record for record in records if getattr(fsdp_state.get_gathered_parameter(record), "_version", 0)]
-        written = [record for record in written if id(record.sharded_param) not in self._parametrized]
+        written = []
+        for record in records:
+            # FSDP's all-gather does not increase the version counter of a gathered parameter.
+            was_written = getattr(fsdp_state.get_gathered_parameter(record), "_version", 0) > 0
+            if was_written and id(record.sharded_param) not in self._parametrized:
+                written.append(record)
         self._raise_if_any(
             [names.get(id(record.sharded_param), "?") for record in written],
             "were changed in place while they were gathered (in a forward, or after one under torch.no_grad()), which changes "
             "only the gathered copies. Change them after a backward or before the first forward",
         )
-        changed = [name for name, old, state in self._old if (p := old()) is not None and _get_write_state(p) != state]
+        changed = []
+        for name, reference, write_state in self._replaced:
+            parameter = reference()
+            if parameter is not None and _get_write_state(parameter) != write_state:
+                changed.append(name)
         self._raise_if_any(
             changed,
             "were used or changed through tensors from before prepare(), which prepare() has replaced. Take the parameters from "
@@ -130,9 +168,11 @@ class LostWrites:
             StateError: If values were assigned.
         """
         assigned = [
-            name
-            for name, part, memory, held in self._parts
-            if _get_storage_id(part) != memory and id(dtensors.get_local_shard(part)) == held
+            shard.name
+            for shard in self._shards
+            # Code that replaces the local tensor, too, has changed the sharded parameter itself.
+            if _get_storage_id(shard.parameter) != shard.storage_id
+            and id(dtensors.get_local_shard(shard.parameter)) == shard.local_shard_id
         ]
         self._raise_if_any(
             assigned,
@@ -140,9 +180,9 @@ class LostWrites:
             "parameter. Change them in place (parameter.data.copy_(tensor), torch.nn.init ...), or assign before prepare()",
         )
 
-    def _raise_if_any(self, names: list[str], what: str) -> None:
+    def _raise_if_any(self, names: list[str], problem: str) -> None:
         if names:
-            raise StateError(f"{_count_names(names)} of {self._name}, which is sharded, {what}")
+            raise StateError(f"{_count_names(names)} of {self._name}, which is sharded, {problem}")
 
 
 def _get_storage_id(tensor: torch.Tensor) -> int:
@@ -165,40 +205,39 @@ def _count_names(names: list[str]) -> str:
 
 
 _ELEMENTWISE = "use torch.optim.AdamW(fused=True) or another optimizer that works element by element"
-_WHOLE_MATRICES = f"it needs whole matrices for means over rows and columns; {_ELEMENTWISE}"
+_NEEDS_FULL_MATRICES = f"it needs whole matrices for means over rows and columns; {_ELEMENTWISE}"
 _UNSHARDED_STATE = (
     "it steps on plain tensors only, and gets DTensors under pp and with ShardingOptions(whole_updates=False). Leave out this "
     f"option, use torchao's AdamW8bit, or {_ELEMENTWISE}"
 )
 _ONE_PROCESS = "it is for one process; use ShardingOptions(cpu_offload=True) with torch's AdamW"
-_REFUSED = {
-    ("torch", "Adafactor"): _WHOLE_MATRICES,
-    ("transformers", "Adafactor"): _WHOLE_MATRICES,
+_UNSUPPORTED_OPTIMIZERS = {
+    ("torch", "Adafactor"): _NEEDS_FULL_MATRICES,
+    ("transformers", "Adafactor"): _NEEDS_FULL_MATRICES,
     ("torch", "Rprop"): f"it changes elements of gradients by a mask, which shards do not support; {_ELEMENTWISE}",
     ("torch", "SparseAdam"): f"it needs sparse gradients, and shards have none; {_ELEMENTWISE}",
     **dict.fromkeys((("torchao", name) for name in ("AdamW4bit", "Adam4bit", "AdamWFp8", "AdamFp8")), _UNSHARDED_STATE),
     ("torchao", "CPUOffloadOptimizer"): _ONE_PROCESS,
 }
-_NEVER_FUSED = ("SGD", "Adagrad")
+_WITHOUT_FUSED_DTENSOR = ("SGD", "Adagrad")
 """Class names of optimizers whose fused step supports unsharded tensors only. Fused Adam and AdamW support DTensors."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error if an optimizer cannot step on shards.
+    """Raise an error if an optimizer cannot step on shards. Base classes of the optimizer are checked, too.
 
     Raises:
-        UnsupportedError: If the optimizer needs unsharded parameters.
+        UnsupportedError: If the optimizer needs full matrices, sparse gradients or plain tensors, works on one process
+            only, or is set to a fused step that does not support DTensor.
     """
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    for kind in type(optimizer).__mro__:
-        package = kind.__module__.partition(".")[0]
-        reason = _REFUSED.get((package, kind.__name__))
+    for base_class in type(optimizer).__mro__:
+        package, name = base_class.__module__.partition(".")[0], base_class.__name__
+        reason = _UNSUPPORTED_OPTIMIZERS.get((package, name))
         if package == "bitsandbytes":
             reason = _UNSHARDED_STATE
-        if (package, reason) == ("torch", None) and kind.__name__ in _NEVER_FUSED and is_fused:
-            reason = (
-                f"torch's fused step of {kind.__name__} does not support DTensor; use {kind.__name__}(foreach=True)"
-            )
+        elif package == "torch" and name in _WITHOUT_FUSED_DTENSOR and is_fused:
+            reason = f"torch's fused step of {name} does not support DTensor; use {name}(foreach=True)"
         if reason is not None:
             raise UnsupportedError(f"{type(optimizer).__name__} cannot train a sharded model: {reason}")
 
@@ -214,7 +253,7 @@ def warn_of_own_state_dict(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_sizes(optimizer: torch.optim.Optimizer, current: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def check_sizes(optimizer: torch.optim.Optimizer, find_current: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Raise an error if LBFGS or Muon cannot step on the shards, because shards differ in size or a rank has none.
 
     LBFGS flattens all parameters into one vector, which DTensor supports only if all ranks have shards of equal size.
@@ -222,7 +261,7 @@ def check_sizes(optimizer: torch.optim.Optimizer, current: Callable[[torch.Tenso
 
     Args:
         optimizer: Optimizer of a sharded model.
-        current: Function that returns the shard that has replaced a parameter.
+        find_current: Function that returns the shard that has replaced a parameter.
 
     Raises:
         UnsupportedError: If the shards of a parameter differ in size (LBFGS), or a rank has none (Muon).
@@ -230,14 +269,15 @@ def check_sizes(optimizer: torch.optim.Optimizer, current: Callable[[torch.Tenso
     is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
     if not is_lbfgs and not isinstance(optimizer, torch.optim.Muon):
         return
-    for part in (current(p) for group in optimizer.param_groups for p in group["params"]):
-        for dimension, num_ranks in dtensors.count_shards(part).items():
-            size = part.shape[dimension]
-            if size % num_ranks if is_lbfgs else size < num_ranks:
+    requirement = "be divisible by this number" if is_lbfgs else "be at least that large"
+    for shard in (find_current(p) for group in optimizer.param_groups for p in group["params"]):
+        for dimension, num_ranks in dtensors.count_shards(shard).items():
+            size = shard.shape[dimension]
+            fits = size % num_ranks == 0 if is_lbfgs else size >= num_ranks
+            if not fits:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} cannot train this sharded model: dimension {dimension} of a parameter of shape "
-                    f"{tuple(part.shape)} is shared by {num_ranks} ranks; it must "
-                    f"{'be divisible by this number' if is_lbfgs else 'be at least that large'}. Choose such a size, "
+                    f"{tuple(shard.shape)} is shared by {num_ranks} ranks; it must {requirement}. Choose such a size, "
                     "strategy='ddp', or another optimizer for this parameter"
                 )
 
@@ -288,6 +328,7 @@ class SecondOrder:
 
 
 _NUM_NAMES = 3
+"""Number of unused parameters that an error names for each rank."""
 
 
 class ParameterUsage:
@@ -296,58 +337,59 @@ class ParameterUsage:
     Args:
         model: Sharded model.
         everyone: Collectives over all ranks.
-        changes: Whether the set of used parameters can change between updates, as `find_unused_parameters` declares.
+        can_change: Whether the set of used parameters can change between updates, as `find_unused_parameters` declares.
     """
 
-    def __init__(self, model: torch.nn.Module, everyone: Collectives, changes: bool) -> None:
+    def __init__(self, model: torch.nn.Module, everyone: Collectives, can_change: bool) -> None:
         self._records = list(fsdp_state.iterate_records(model))
         self._frozen: list[Any] | None = None
         self._groups = fsdp_state.list_groups(model)
         self._everyone = everyone
-        self._asks = changes
-        self._is_known = False
-        self._is_settled = True
+        self._exchanges_usage = can_change  # whether ranks exchange which parameters they used at each update
+        self._has_agreed = False
+        self._is_complete = True  # whether the next backward starts a new record
         self._hooks: dict[int, Any] = {}
-        self._used: set[int] = set()
-        self._fired: list[int] = []
+        self._used: set[int] = set()  # IDs of FSDP's records of the used parameters
+        self._was_any_used: list[int] = []  # not empty if a parameter got a gradient; a list, because hooks change it
 
     def watch_backward(self) -> None:
         """Before a backward, start to record which gathered parameters get a gradient in it."""
         self._frozen = fsdp_state.set_missing_gradient_dtypes(self._groups if self._frozen is None else self._frozen)
-        if self._is_settled:
+        if self._is_complete:
             # Gradients left by earlier backwards of this update show that these parameters were used.
             self._used.clear()
             self._used.update(id(r) for r in self._records if r.sharded_param.grad is not None)
-            self._fired.clear()
-            self._is_settled = False
+            self._was_any_used.clear()
+            self._is_complete = False
         if len(self._hooks) < len(self._records):
             for record in self._records:
-                whole = fsdp_state.get_gathered_parameter(record)
-                if id(record) not in self._hooks and whole is not None and whole.requires_grad:
-                    note = partial(_record_use, self._used, self._fired, id(record))
-                    self._hooks[id(record)] = whole.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                gathered = fsdp_state.get_gathered_parameter(record)
+                if id(record) not in self._hooks and gathered is not None and gathered.requires_grad:
+                    hook = partial(_record_use, self._used, self._was_any_used, id(record))
+                    handle = gathered.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._hooks[id(record)] = handle
 
-    def go_on(self) -> None:
+    def expect_backward(self) -> None:
         """Prepare for a further backward of the accumulation window.
 
         The parameters that this backward uses are added to the record.
         """
-        self._is_settled = False
+        self._is_complete = False
 
     def discard_window(self) -> None:
         """Discard the record of an accumulation window that failed."""
-        self._is_settled = True
+        self._is_complete = True
 
     def snapshot(self) -> Any:
         """Return a copy of the record, which `restore` needs to undo a batch."""
-        return self._is_settled, self._asks, self._is_known, set(self._used), list(self._fired)
+        return self._is_complete, self._exchanges_usage, self._has_agreed, set(self._used), list(self._was_any_used)
 
     def restore(self, snapshot: Any) -> None:
         """Restore the record of used parameters from a snapshot, which can be restored several times."""
-        self._is_settled, self._asks, self._is_known, used, fired = snapshot
+        self._is_complete, self._exchanges_usage, self._has_agreed, used, was_any_used = snapshot
         self._used.clear()
         self._used.update(used)
-        self._fired[:] = fired
+        self._was_any_used[:] = was_any_used
 
     def remove_unused_gradients(self) -> None:
         """Remove the gradients of parameters that no rank used, after the last backward of an accumulation window.
@@ -360,44 +402,44 @@ class ParameterUsage:
             StateError: On all ranks, if a rank did not use a parameter, although every rank used every parameter at the
                 first update. Never with `find_unused_parameters`.
         """
-        if self._is_settled or not self._fired:
+        if self._is_complete or not self._was_any_used:
             return
-        self._is_settled = True
-        found = [record for record in self._records if record.sharded_param.requires_grad]
-        if self._asks or not self._is_known:
-            self._agree_on_usage(found)
+        self._is_complete = True
+        trainable = [record for record in self._records if record.sharded_param.requires_grad]
+        if self._exchanges_usage or not self._has_agreed:
+            self._agree_on_usage(trainable)
             return
-        unused = [record for record in found if id(record) not in self._used]
+        unused = [record for record in trainable if id(record) not in self._used]
         # All ranks raise, because the others would wait for a failed rank in the next collective.
         counts = [int(row[0]) for row in self._everyone.gather_numbers([float(len(unused))])]
         if not any(counts):
             return
-        told = self._everyone.gather_objects([str(record._param_fqn) for record in unused[:_NUM_NAMES]])
-        said = "; ".join(
+        names_by_rank = self._everyone.gather_objects([str(record._param_fqn) for record in unused[:_NUM_NAMES]])
+        descriptions = "; ".join(
             f"{count} on rank {rank} ({', '.join(names)}{', ...' if count > len(names) else ''})"
-            for rank, (count, names) in enumerate(zip(counts, told))
+            for rank, (count, names) in enumerate(zip(counts, names_by_rank))
             if count
         )
         raise StateError(
-            f"parameters that took part in the first update's losses took no part in this one's: {said}. If the parameters in use "
-            "change, pass kwargs_handlers=[ShardingOptions(find_unused_parameters=True)]"
+            f"parameters that took part in the first update's losses took no part in this one's: {descriptions}. "
+            "If the parameters in use change, pass kwargs_handlers=[ShardingOptions(find_unused_parameters=True)]"
         )
 
-    def _agree_on_usage(self, found: list[Any]) -> None:
+    def _agree_on_usage(self, trainable: list[Any]) -> None:
         """Exchange which parameters each rank used, and remove the gradients of those that no rank used.
 
         Args:
-            found: FSDP's records of the trainable parameters.
+            trainable: FSDP's records of the trainable parameters.
         """
-        flags = torch.tensor([float(id(record) in self._used) for record in found])
+        flags = torch.tensor([float(id(record) in self._used) for record in trainable])
         self._everyone.sum_in_place([flags])
         counts = flags.tolist()
-        for record, count in zip(found, counts):
+        for record, count in zip(trainable, counts):
             if not count:
                 record.sharded_param.grad = None
         # If every rank used every parameter, assume that this does not change.
-        self._asks = self._asks or any(count < self._everyone.world_size for count in counts)
-        self._is_known = True
+        self._exchanges_usage = self._exchanges_usage or any(count < self._everyone.world_size for count in counts)
+        self._has_agreed = True
 
     def release(self) -> None:
         """Remove all hooks from the model."""
@@ -405,11 +447,11 @@ class ParameterUsage:
             hook.remove()
 
 
-def _record_use(used: set[int], fired: list[int], key: int, parameter: torch.Tensor) -> None:
+def _record_use(used: set[int], was_any_used: list[int], key: int, parameter: torch.Tensor) -> None:
     """Record that a parameter got a gradient, which shows that the loss used it. A hook on the parameter calls this.
 
     It is a plain function, because hooks live as long as parameters and must not keep other objects alive.
     """
     used.add(key)
-    if not fired:
-        fired.append(key)
+    if not was_any_used:
+        was_any_used.append(key)

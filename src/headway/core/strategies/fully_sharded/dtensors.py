@@ -1,6 +1,6 @@
 """Helpers for DTensors: conversions, gradients, their norm over all ranks, and `item()`.
 
-`WholeScalars` makes `item()` of a sum over shards return the sum over all ranks, as for a plain tensor. torch's
+`FullScalars` makes `item()` of a sum over shards return the sum over all ranks, as for a plain tensor. torch's
 DTensor returns only this rank's term. A norm computed by a script (`p.grad.pow(2).sum().item()`) would then be a
 different wrong number on each rank. The handler is registered in DTensor's dispatcher table, which torch's own context
 parallelism uses in this way, too.
@@ -34,78 +34,77 @@ def get_local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def put_whole(own: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the values of a full tensor into this rank's tensor, or only this rank's shard if that tensor is sharded.
+def copy_full_values(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy the values of a full tensor into a tensor of this rank. If it is a DTensor, only this rank's shard is copied.
 
     Args:
-        own: Plain tensor, or DTensor whose local shard is filled.
-        whole: Full tensor with the values.
+        target: Plain tensor, or DTensor whose local shard is filled.
+        full: Full tensor with the values.
     """
-    for offsets, memory in list_own_boxes(own):
-        memory.copy_(whole[make_slices(offsets, memory.shape)])
+    for offsets, memory in list_own_boxes(target):
+        memory.copy_(full[make_slices(offsets, memory.shape)])
 
 
-def shard_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a full tensor as a DTensor that is sharded like `like`. Requires no communication.
+def shard_like(tensor: torch.Tensor, template: Any) -> torch.Tensor:
+    """Return a full tensor as a DTensor that is sharded like `template`. Requires no communication.
 
-    The tensor is returned unchanged if it is a DTensor already, or if `like` is none.
+    The tensor is returned unchanged if it is a DTensor already, or if `template` is not one.
     """
-    if is_dtensor(tensor) or not is_dtensor(like):
+    if is_dtensor(tensor) or not is_dtensor(template):
         return tensor
-    whole = tensor.detach()
+    full, local_shard = tensor.detach(), get_local_shard(template)
     boxes = (
-        (offsets, whole[make_slices(offsets, get_local_shard(like)[where].shape)])
-        for offsets, where in iterate_boxes(like)
+        (offsets, full[make_slices(offsets, local_shard[local_slices].shape)])
+        for offsets, local_slices in iterate_boxes(template)
     )
-    return assemble_boxes(boxes, tensor.dtype, like)
+    return assemble_boxes(boxes, tensor.dtype, template)
 
 
 def assemble_boxes(
-    boxes: Iterable[tuple[tuple[int, ...], torch.Tensor]], dtype: torch.dtype, like: Any
+    boxes: Iterable[tuple[tuple[int, ...], torch.Tensor]], dtype: torch.dtype, template: Any
 ) -> torch.Tensor:
     """Assemble a DTensor, sharded like another one, from rectangular parts of this rank's shard.
 
     Args:
-        boxes: Offsets and values of each part.
-        dtype: Type of the result.
-        like: DTensor whose sharding is copied.
+        boxes: Offsets in the full tensor, and values, of each part.
+        dtype: Dtype of the result.
+        template: DTensor whose shape and sharding are copied.
     """
-    part, where = (
-        torch.empty(get_local_shard(like).shape, dtype=dtype, device=get_local_shard(like).device),
-        dict(iterate_boxes(like)),
-    )
+    local_shard = get_local_shard(template)
+    result = torch.empty(local_shard.shape, dtype=dtype, device=local_shard.device)
+    slices_by_offsets = dict(iterate_boxes(template))
     for offsets, values in boxes:
-        part[where[offsets]].copy_(values)
-    return wrap_like(part, like)
+        result[slices_by_offsets[offsets]].copy_(values)
+    return wrap_like(result, template)
 
 
-def wrap_like(part: torch.Tensor, like: Any) -> torch.Tensor:
-    """Wrap this rank's shard in a DTensor that is sharded like another one."""
-    return wrap_shard(part, like.device_mesh, like.placements, like.shape, like.stride())
+def wrap_like(shard: torch.Tensor, template: Any) -> torch.Tensor:
+    """Wrap this rank's shard in a DTensor with the shape and sharding of another DTensor."""
+    return wrap_shard(shard, template.device_mesh, template.placements, template.shape, template.stride())
 
 
-def wrap_shard(part: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: Any = None) -> torch.Tensor:
-    """Wrap this rank's shard of a tensor in a DTensor.
+def wrap_shard(shard: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: Any = None) -> torch.Tensor:
+    """Wrap this rank's shard of a tensor in a DTensor. Requires no communication.
 
     Args:
-        part: This rank's shard.
+        shard: This rank's shard.
         mesh: DeviceMesh of the ranks.
         placements: Placement along each axis of the mesh.
         shape: Shape of the full tensor.
         stride: Stride of the full tensor. If None, the tensor is contiguous.
     """
     stride = torch.empty(shape, device="meta").stride() if stride is None else stride
-    return dtensor.DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return dtensor.DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-_PARTS = (
+_DTENSOR_ADVICE = (
     "the parameters of a sharded model are DTensors outside of its forward, and torch cannot do everything with them. Call the model "
     "itself, not model.forward() or a part of it. For arithmetic of your own with parameters or gradients, take p.full_tensor() on "
     "all ranks. To average weights, use headway.ExponentialMovingAverage(model). If an optimizer's step failed, try foreach=False"
 )
 _ADVICE = {
-    "got mixed torch.Tensor and DTensor": _PARTS,
-    "is not supported for tensor subclasses": _PARTS,
+    "got mixed torch.Tensor and DTensor": _DTENSOR_ADVICE,
+    "is not supported for tensor subclasses": _DTENSOR_ADVICE,
     "appears to not have been used in the graph": "if these are parameters of a sharded model, torch.autograd.grad does not find "
     "them: accelerator.backward(loss) puts their gradients into p.grad",
     "Tensor on device meta is not on the expected device": (
@@ -121,10 +120,11 @@ def explain_error(error: BaseException) -> str:
 
     The advice is about DTensors and about the parameters of other pipeline stages.
     """
-    last = traceback.extract_tb(error.__traceback__, limit=-1)
-    is_theirs = any("/torch/distributed/tensor/" in frame.filename.replace(os.sep, "/") for frame in last)
-    found = next((advice for text, advice in _ADVICE.items() if text in str(error)), _PARTS if is_theirs else "")
-    return found and f"headway: {found}"
+    innermost = traceback.extract_tb(error.__traceback__, limit=-1)
+    is_from_dtensor = any("/torch/distributed/tensor/" in frame.filename.replace(os.sep, "/") for frame in innermost)
+    default = _DTENSOR_ADVICE if is_from_dtensor else ""
+    advice = next((advice for text, advice in _ADVICE.items() if text in str(error)), default)
+    return f"headway: {advice}" if advice else ""
 
 
 def is_from_parameters(loss: torch.Tensor) -> bool:
@@ -137,15 +137,17 @@ def is_from_parameters(loss: torch.Tensor) -> bool:
     """
     if not is_dtensor(loss):
         return False
-    is_alone, seen, left = True, set[Any](), [loss.grad_fn]
-    while left:
-        node: Any = left.pop()
+    is_from_parameters_alone = True
+    seen: set[Any] = set()
+    stack: list[Any] = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if "FromTorchTensor" in node.name():  # behind this node gradients are plain tensors
-            is_alone = False
+            is_from_parameters_alone = False
         elif "ToTorchTensor" in node.name() or (leaf is not None and not is_dtensor(leaf)):
             raise LossError(
                 "the loss adds plain tensors to parameters, which are DTensors in this layout. For a term that is computed from "
@@ -153,39 +155,38 @@ def is_from_parameters(loss: torch.Tensor) -> bool:
                 "accelerator.backward(penalty)"
             )
         else:
-            left += [following for following, _ in node.next_functions]
-    return is_alone
+            stack += [next_node for next_node, _ in node.next_functions]
+    return is_from_parameters_alone
 
 
 def complete_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter's gradient, or None.
+    """Return the parameter's gradient after summing partial sums over ranks, or None if it has no gradient.
 
-    If the gradient is a partial sum (Partial), it is first summed over ranks in a collective, and the sum replaces it
-    in `parameter.grad`.
+    If the gradient is a DTensor with a placement `Partial`, the sum is a collective, and it replaces `parameter.grad`.
     """
     grad: Any = parameter.grad
     if grad is None or not is_dtensor(grad) or not any(p.is_partial() for p in grad.placements):
         return grad  # type: ignore[no-any-return]
-    wanted = [dtensor.Replicate() if p.is_partial() else p for p in grad.placements]
-    parameter.grad = grad.redistribute(placements=wanted)
+    placements = [dtensor.Replicate() if p.is_partial() else p for p in grad.placements]
+    parameter.grad = grad.redistribute(placements=placements)
     return parameter.grad
 
 
 def get_local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's shards of the existing gradients of `parameters`, after summing partial sums over ranks."""
-    found = [complete_gradient(parameter) for parameter in parameters]
-    return [get_local_shard(grad) for grad in found if grad is not None]
+    grads = [complete_gradient(parameter) for parameter in parameters]
+    return [get_local_shard(grad) for grad in grads if grad is not None]
 
 
 def count_shards(tensor: torch.Tensor) -> dict[int, int]:
     """Return the number of shards along each sharded dimension of a tensor, by dimension; empty if none is sharded."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     if is_dtensor(tensor):
         for axis, placement in enumerate(tensor.placements):
             dimension = getattr(placement, "dim", None)  # strided shards have it, too
             if dimension is not None:
-                found[dimension] = found.get(dimension, 1) * tensor.device_mesh.size(axis)
-    return found
+                counts[dimension] = counts.get(dimension, 1) * tensor.device_mesh.size(axis)
+    return counts
 
 
 def count_copies(tensor: torch.Tensor, num_ranks: int) -> int:
@@ -193,8 +194,10 @@ def count_copies(tensor: torch.Tensor, num_ranks: int) -> int:
     if not is_dtensor(tensor):
         return num_ranks
     mesh: Any = tensor.device_mesh
-    cut: list[int] = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return num_ranks // math.prod(cut)
+    split_sizes: list[int] = [
+        mesh.size(axis) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    ]
+    return num_ranks // math.prod(split_sizes)
 
 
 def compute_total_norm(
@@ -213,31 +216,36 @@ def compute_total_norm(
     """
     if norm_type == 0:
         return _count_nonzero(list(parameters), everyone, num_holders)
-    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
-    device, dtype = torch.device("cpu") if num_holders is None else everyone.runtime.device, torch.float32
+    # Shards by (number of ranks that hold a copy, device, dtype). One kernel computes the norms of all shards of a key.
+    batches: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    device = torch.device("cpu") if num_holders is None else everyone.runtime.device
+    result_dtype = torch.float32
     for parameter in parameters:
         grad = complete_gradient(parameter)
-        if grad is not None:
-            part = get_local_shard(grad)
-            device, dtype = part.device, torch.promote_types(dtype, part.dtype)
-            if part.numel():
-                key = count_copies(grad, num_holders or everyone.world_size), part.device, part.dtype
-                alike.setdefault(key, []).append(part.detach())
+        if grad is None:
+            continue
+        shard = get_local_shard(grad)
+        device, result_dtype = shard.device, torch.promote_types(result_dtype, shard.dtype)
+        if shard.numel():
+            key = count_copies(grad, num_holders or everyone.world_size), shard.device, shard.dtype
+            batches.setdefault(key, []).append(shard.detach())
     # If gradients are on several devices (some may be offloaded), sum on the CPU.
-    device = device if all(key[1] == device for key in alike) else torch.device("cpu")
-    is_extreme = math.isinf(norm_type)
-    pick = torch.maximum if norm_type > 0 else torch.minimum
+    if any(shard_device != device for _, shard_device, _ in batches):
+        device = torch.device("cpu")
     # The minimum over no elements is infinite, so that a rank without a shard does not determine the result.
     start = math.inf if norm_type == -math.inf else 0.0
-    total = torch.full((), start, dtype=choose_wide_dtype(device), device=device)
-    for (count, _, kind), parts in alike.items():
-        working = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
-        norms = torch.stack(foreach_norm(parts, norm_type, dtype=working)).to(device, total.dtype)
-        if is_extreme:
-            total = pick(total, norms.max() if norm_type > 0 else norms.min())
+    total = torch.full((), start, dtype=choose_norm_dtype(device), device=device)
+    for (num_copies, _, dtype), shards in batches.items():
+        compute_dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        norms = torch.stack(foreach_norm(shards, norm_type, dtype=compute_dtype)).to(device, total.dtype)
+        if norm_type == math.inf:
+            total = torch.maximum(total, norms.max())
+        elif norm_type == -math.inf:
+            total = torch.minimum(total, norms.min())
         else:
-            total = total + norms.pow(norm_type).sum() / count
-    return _reduce_over_ranks(total, norm_type, everyone).to(dtype)
+            # Each of the ranks that hold a copy adds an equal share of the term.
+            total = total + norms.pow(norm_type).sum() / num_copies
+    return _reduce_over_ranks(total, norm_type, everyone).to(result_dtype)
 
 
 def _count_nonzero(parameters: list[torch.Tensor], everyone: Collectives, num_holders: int | None) -> torch.Tensor:
@@ -267,21 +275,23 @@ def _reduce_over_ranks(total: torch.Tensor, norm_type: float, everyone: Collecti
         everyone: Collectives over the ranks that hold the gradients.
     """
     if math.isinf(norm_type):
-        # A backend's maximum may ignore NaN, so send it as an additional number.
-        # The minimum is the maximum of the negated values. torch's norm of no gradients is 0.
+        # A backend's maximum may ignore NaN, so send an additional number that shows a value that is not allowed: NaN, or
+        # also infinity for a maximum. The minimum is the maximum of the negated values. torch's norm of no gradients is 0.
         sign = 1.0 if norm_type > 0 else -1.0
         is_bad = ~total.isfinite() if norm_type > 0 else total.isnan()
         pair = torch.stack([sign * total.nan_to_num(nan=0.0, posinf=math.inf), is_bad.to(total.dtype)])
         highest, any_bad = everyone.reduce(pair, "max")
-        found = sign * highest
-        found = torch.where(found.isinf() & (any_bad == 0), torch.zeros_like(found), found) if sign < 0 else found
-        return torch.where(any_bad > 0, torch.full_like(found, math.nan), found)
+        result = sign * highest
+        if norm_type < 0:
+            is_without_gradients = result.isinf() & (any_bad == 0)
+            result = torch.where(is_without_gradients, torch.zeros_like(result), result)
+        return torch.where(any_bad > 0, torch.full_like(result, math.nan), result)
     total = total.reshape(1)
     everyone.sum_in_place([total])
     return total.reshape(()).pow(1.0 / norm_type)
 
 
-def choose_wide_dtype(device: torch.device) -> torch.dtype:
+def choose_norm_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype for sums of squares: float64, or float32 on devices without it. Large norms overflow float32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -289,22 +299,22 @@ def choose_wide_dtype(device: torch.device) -> torch.dtype:
 _ITEM = local_scalar_dense
 
 
-class WholeScalars:
+class FullScalars:
     """Handler that makes `item()` of a DTensor return its full value, such as the sum of all ranks' terms.
 
     Each process has one handler. It stays registered in DTensor's dispatcher until the process runtime ends.
     """
 
     def __init__(self) -> None:
-        self._calls: RankConditionalCallCheck | None = None
-        self._table: dict[Any, Any] = dtensor.DTensor._op_dispatcher._custom_op_handlers
-        self._entry = self._compute_item
+        self._call_check: RankConditionalCallCheck | None = None
+        self._handlers: dict[Any, Any] = dtensor.DTensor._op_dispatcher._custom_op_handlers
+        self._handler = self._compute_item  # kept, because each access to a bound method creates a new object
 
     def register_handler(self, runtime: ProcessRuntime) -> None:
-        """Register the handler. Does nothing if it is registered already."""
-        if self._calls is None:
-            self._calls = RankConditionalCallCheck(runtime, "sharded")
-            self._table.setdefault(_ITEM, self._entry)
+        """Register the handler, unless it or another handler for `item()` is already registered."""
+        if self._call_check is None:
+            self._call_check = RankConditionalCallCheck(runtime, "sharded")
+            self._handlers.setdefault(_ITEM, self._handler)
             process.release_at_end(self.release)
 
     def _compute_item(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,13 +326,13 @@ class WholeScalars:
             UnsupportedError: If not all ranks of the mesh call it.
         """
         number = args[0]
-        if all(placed.is_replicate() for placed in number.placements):
+        if all(placement.is_replicate() for placement in number.placements):
             return number.to_local().item()
-        if self._calls is not None:
-            self._calls.check("item() of a number that is summed over parts is called", "the number")
+        if self._call_check is not None:
+            self._call_check.check("item() of a number that is summed over parts is called", "the number")
         return number.full_tensor().item()
 
     def release(self) -> None:
         """Remove the handler from DTensor's dispatcher."""
-        if self._table.get(_ITEM) is self._entry:
-            del self._table[_ITEM]
+        if self._handlers.get(_ITEM) is self._handler:
+            del self._handlers[_ITEM]

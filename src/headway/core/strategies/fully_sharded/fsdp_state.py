@@ -7,7 +7,7 @@ access to both.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ def iterate_groups(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
     """
     seen: set[int] = set()
     for module in iterate_sharded_modules(model):
-        for group in _list_groups_of(module):
+        for group in _list_module_groups(module):
             if id(group) not in seen:
                 seen.add(id(group))
                 yield module, group
@@ -45,7 +45,7 @@ def list_groups(model: torch.nn.Module) -> list[Any]:
     return [group for _, group in iterate_groups(model)]
 
 
-def _list_groups_of(module: torch.nn.Module) -> list[Any]:
+def _list_module_groups(module: torch.nn.Module) -> list[Any]:
     """Return FSDP's parameter groups of one module on which `fully_shard` was called."""
     return list_param_groups(module._get_fsdp_state())  # type: ignore[operator]
 
@@ -97,16 +97,16 @@ def set_missing_gradient_dtypes(frozen: Iterable[Any]) -> list[Any]:
     Returns:
         Groups that still have no gradient dtypes.
     """
-    waiting = []
+    without_dtypes = []
     for group in frozen:
         if not hasattr(group, "_orig_dtype"):  # the module's first forward, which sets the dtypes, has not run yet
-            waiting.append(group)
+            without_dtypes.append(group)
             continue
         if group._orig_dtype is None and any(record.sharded_param.requires_grad for record in group.fsdp_params):
             group._init_mp_dtypes()
         if group._orig_dtype is None:
-            waiting.append(group)
-    return waiting
+            without_dtypes.append(group)
+    return without_dtypes
 
 
 def reshard_units(model: torch.nn.Module) -> None:
@@ -167,55 +167,58 @@ def add_forward_methods(model: Any, names: Iterable[str]) -> None:
         fsdp.register_fsdp_forward_method(model, name)
 
 
-def hold_gradients(model: Any, is_held: bool = True) -> None:
+def defer_gradients(model: Any, is_deferred: bool = True) -> None:
     """Make the backwards of a pipeline stage leave parameters gathered and gradients unsharded.
 
     Pipeline stages alternate between micro-batches, so parameters are needed again soon.
 
     Args:
         model: Sharded model.
-        is_held: Whether to leave parameters gathered and gradients unsharded. False: restore FSDP's normal behavior.
+        is_deferred: Whether to leave parameters gathered and gradients unsharded. False: restore FSDP's normal behavior.
             Default: True.
     """
-    model.set_requires_gradient_sync(not is_held)
-    model.set_reshard_after_backward(not is_held)
-    model.set_is_last_backward(not is_held)
+    model.set_requires_gradient_sync(not is_deferred)
+    model.set_reshard_after_backward(not is_deferred)
+    model.set_is_last_backward(not is_deferred)
 
 
-def reduce_held_gradients(model: torch.nn.Module, everyone: Collectives) -> None:
+def reduce_accumulated_gradients(model: torch.nn.Module, everyone: Collectives) -> None:
     """Reduce the gradients that an accumulation window has left unsharded.
 
     A parameter that no rank has used gets no gradient.
 
     Args:
-        model: Sharded model on which `hold_gradients` was called.
+        model: Sharded model on which `defer_gradients` was called.
         everyone: Collectives over all ranks that hold the model.
     """
-    learning = [record for record in iterate_records(model) if record.sharded_param.requires_grad]
+    trainable = [record for record in iterate_records(model) if record.sharded_param.requires_grad]
     for group in list_groups(model):
         group.post_backward()  # adds gradients that zero-bubble schedules left out of the sums
-    flags = torch.tensor([float(bool(list_held_gradients([record]))) for record in learning])
+    flags = torch.tensor([float(bool(list_unreduced_gradients([record]))) for record in trainable])
     everyone.sum_in_place([flags])
-    for record, count in zip(learning, flags.tolist()):
-        if count and not list_held_gradients([record]):
-            whole: Any = get_gathered_parameter(record)
-            whole.grad = torch.zeros_like(whole)
+    for record, count in zip(trainable, flags.tolist()):
+        # All ranks must reduce the same parameters, so a rank that has not used one contributes zeros.
+        if count and not list_unreduced_gradients([record]):
+            gathered: Any = get_gathered_parameter(record)
+            gathered.grad = torch.zeros_like(gathered)
             record.to_accumulated_grad_if_needed()
-    hold_gradients(model, False)
+    defer_gradients(model, False)
     _reduce_gradients(model)
-    hold_gradients(model)
+    defer_gradients(model)
 
 
-def list_held_gradients(found: Iterable[Any]) -> list[torch.Tensor]:
+def list_unreduced_gradients(records: Iterable[Any]) -> list[torch.Tensor]:
     """Return the unsharded gradients that FSDP has not reduced yet.
 
     Args:
-        found: FSDP2's `FSDPParam` objects.
+        records: FSDP2's `FSDPParam` objects.
     """
-    pairs = (
-        (record.unsharded_accumulated_grad, getattr(get_gathered_parameter(record), "grad", None)) for record in found
-    )
-    return [grad for pair in pairs for grad in pair if grad is not None]
+    unreduced = []
+    for record in records:
+        for grad in (record.unsharded_accumulated_grad, getattr(get_gathered_parameter(record), "grad", None)):
+            if grad is not None:
+                unreduced.append(grad)
+    return unreduced
 
 
 def _reduce_gradients(model: torch.nn.Module) -> None:
@@ -225,7 +228,7 @@ def _reduce_gradients(model: torch.nn.Module) -> None:
         unit._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
 
 
-def leave_forward(model: torch.nn.Module, output: Any) -> Any:
+def run_post_forward(model: torch.nn.Module, output: Any) -> Any:
     """Run the post-forward hooks of FSDP's root after a forward that was ended early, and return the output."""
     return model._get_fsdp_state()._post_forward(model, (), output)  # type: ignore[operator]
 
@@ -235,8 +238,12 @@ def find_autograd_parameters(model: torch.nn.Module, parameters: Iterable[torch.
 
     A parameter that has not been gathered yet, or that is no shard of the model, is returned unchanged.
     """
-    whole = {id(record.sharded_param): get_gathered_parameter(record) for record in iterate_records(model)}
-    return [parameter if (found := whole.get(id(parameter))) is None else found for parameter in parameters]
+    gathered_by_shard = {id(record.sharded_param): get_gathered_parameter(record) for record in iterate_records(model)}
+    result = []
+    for parameter in parameters:
+        gathered = gathered_by_shard.get(id(parameter))
+        result.append(parameter if gathered is None else gathered)
+    return result
 
 
 @contextmanager
@@ -253,39 +260,51 @@ def keep_gathered(model: torch.nn.Module) -> Iterator[None]:
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
-        for group, *before in reductions:
-            group.reduce_grads, group.all_reduce_grads = before
+        for group, reduce_grads, all_reduce_grads in reductions:
+            group.reduce_grads, group.all_reduce_grads = reduce_grads, all_reduce_grads
         _reduce_gradients(model)
     finally:
-        for group, *before in reductions:
-            group.reduce_grads, group.all_reduce_grads = before
+        for group, reduce_grads, all_reduce_grads in reductions:
+            group.reduce_grads, group.all_reduce_grads = reduce_grads, all_reduce_grads
         for unit in units:
             unit.set_reshard_after_backward(True, recurse=False)
             unit.reshard()
 
 
-Waiting = tuple[Any, torch.Tensor | None, torch.Tensor | None]
-"""A parameter's `FSDPParam` with its unreduced gradients: one in the reduction dtype, and one as autograd left it."""
+class UnreducedGradients(NamedTuple):
+    """Unreduced gradients of one parameter.
+
+    Attributes:
+        record: FSDP2's `FSDPParam` object of the parameter.
+        accumulated: Sum of the gradients of earlier backwards, in the reduction dtype; None if there is none.
+        grad: Gradient of the unsharded parameter as autograd left it; None if there is none.
+    """
+
+    record: Any
+    accumulated: torch.Tensor | None
+    grad: torch.Tensor | None
 
 
-def take_gradients(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[Waiting]:
+def remove_unreduced_gradients(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[UnreducedGradients]:
     """Remove and return the unreduced gradients of those given parameters that belong to this model."""
-    wanted, taken = set(map(id, parameters)), []
+    parameter_ids = set(map(id, parameters))
+    removed = []
     for record in iterate_records(model):
-        if id(record.sharded_param) in wanted:
-            whole = get_gathered_parameter(record)
-            taken.append((record, record.unsharded_accumulated_grad, None if whole is None else whole.grad))
-    put_back_gradients((record, None, None) for record, _, _ in taken)
-    return taken
+        if id(record.sharded_param) in parameter_ids:
+            gathered = get_gathered_parameter(record)
+            grad = None if gathered is None else gathered.grad
+            removed.append(UnreducedGradients(record, record.unsharded_accumulated_grad, grad))
+    restore_unreduced_gradients(UnreducedGradients(each.record, None, None) for each in removed)
+    return removed
 
 
-def put_back_gradients(taken: Iterable[Waiting]) -> None:
-    """Restore the unreduced gradients that `take_gradients` returned. Gradients computed since are replaced."""
-    for record, accumulated, grad in taken:
+def restore_unreduced_gradients(removed: Iterable[UnreducedGradients]) -> None:
+    """Restore the unreduced gradients that `remove_unreduced_gradients` returned. Gradients computed since are replaced."""
+    for record, accumulated, grad in removed:
         record.unsharded_accumulated_grad = accumulated
-        whole = get_gathered_parameter(record)
-        if whole is not None:
-            whole.grad = grad
+        gathered = get_gathered_parameter(record)
+        if gathered is not None:
+            gathered.grad = grad
 
 
 def discard_gradients(model: torch.nn.Module) -> None:
@@ -304,6 +323,6 @@ def discard_gradients(model: torch.nn.Module) -> None:
             model.reset_iter_state()
     for record in iterate_records(model):
         record.unsharded_accumulated_grad = None
-        whole = get_gathered_parameter(record)
-        if whole is not None:
-            whole.grad = None
+        gathered = get_gathered_parameter(record)
+        if gathered is not None:
+            gathered.grad = None

@@ -27,6 +27,7 @@ from headway.core.runtime import process
 from headway.core.runtime.collective_log import RecordedCollective
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.core.strategies.device_mesh import build_mesh, describe_ended_groups
 from headway.core.strategies.fully_sharded import dtensors, fsdp_collectives, fsdp_state, units
 from headway.core.strategies.fully_sharded.axes import AxisOptions, ModelAxis
 from headway.core.strategies.fully_sharded.checks import (
@@ -38,14 +39,8 @@ from headway.core.strategies.fully_sharded.checks import (
     warn_of_own_state_dict,
 )
 from headway.core.strategies.fully_sharded.sharded_model import ShardedModel
-from headway.core.strategies.fully_sharded.values import AwaitedValues, check_initializers
-from headway.core.strategies.parts import (
-    ReplacedParameters,
-    ShardedModels,
-    ShardedStages,
-    build_mesh,
-    explain_ended_groups,
-)
+from headway.core.strategies.fully_sharded.values import MissingValues, check_initializers
+from headway.core.strategies.sharding_records import ReplacedParameters, ShardedModels, ShardedStages
 from headway.errors import PrepareError, StateError
 from headway.log import get_logger
 
@@ -72,12 +67,12 @@ class StashedGradients:
 
     Attributes:
         reduced: Pairs of (parameter, gradient), for the gradients in `grad`.
-        unreduced: Unsharded gradients that FSDP stores, from `fsdp_state.take_gradients`.
+        unreduced: Unsharded gradients that FSDP stores, from `fsdp_state.remove_unreduced_gradients`.
         usage: Pairs of (record of a model's used parameters, copy of its contents).
     """
 
     reduced: Any
-    unreduced: list[fsdp_state.Waiting]
+    unreduced: list[fsdp_state.UnreducedGradients]
     usage: list[tuple[ParameterUsage, Any]]
 
 
@@ -92,7 +87,7 @@ class MeshStrategy(Strategy):
         tensor: Options of tensor parallelism. If None, models' own plans are used.
         context: Options of context parallelism. If None, defaults are used.
         float8: Options of float8, for the number format "fp8". If None, defaults are used.
-        computes_on: Device type for which number formats are chosen. If None, this process's device type.
+        device_type: Device type for which number formats are chosen. If None, this process's device type.
 
     Attributes:
         everyone: Collectives over all ranks. In a pipeline, only over the ranks that hold the same stages as this rank.
@@ -118,7 +113,7 @@ class MeshStrategy(Strategy):
         tensor: TensorParallelOptions | None = None,
         context: TorchContextParallelConfig | None = None,
         float8: Float8Options | None = None,
-        computes_on: str | None = None,
+        device_type: str | None = None,
     ) -> None:
         super().__init__(collectives)
         options.check(layout.num_shards)
@@ -142,9 +137,9 @@ class MeshStrategy(Strategy):
         self._sequence_axis = axes.pop("cp", None)
         self._axes = list(axes.values())
         self._float8 = float8
-        self._computes_on = computes_on or collectives.runtime.device.type
-        self.mesh, self._shards, self._expert_shards = build_mesh(collectives.runtime.device.type, layout)
-        self._all = collectives
+        self._computes_on = device_type or collectives.runtime.device.type
+        self.mesh, self._sharding_mesh, self._expert_mesh = build_mesh(collectives.runtime.device.type, layout)
+        self._all_ranks = collectives
         if self._is_pipeline_stage:
             self.everyone = collectives.split(layout.stages)
         elif layout.num_data_shards < layout.num_ranks:
@@ -158,7 +153,7 @@ class MeshStrategy(Strategy):
         self._updates: Any = None
         self._num_steps = 0
         self._has_ended = False
-        collectives.runtime.scope.get_or_create(dtensors.WholeScalars).register_handler(collectives.runtime)
+        collectives.runtime.scope.get_or_create(dtensors.FullScalars).register_handler(collectives.runtime)
         process.release_at_end(self._end_group, ends_with_group=True)
         scope.get_or_create(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
 
@@ -179,14 +174,14 @@ class MeshStrategy(Strategy):
     # ---------------------------------------------------------------- setting up
 
     def materialize_model(self, model: torch.nn.Module) -> None:
-        """Raise an error if a module on the meta device cannot initialize its parameters.
+        """Raise an error if a module on the meta device cannot initialize its parameters and buffers.
 
-        `setup_model` initializes them later, one unit at a time.
+        `setup_model` initializes them later, one unit at a time. Tensors recorded by `expect_values` are not checked.
 
         Raises:
-            PrepareError: If a module cannot initialize its parameters.
+            PrepareError: If a module cannot initialize its tensors. The message names all such modules.
         """
-        check_initializers(model, self._expected)
+        check_initializers(model, self._expected_names)
 
     def move_model(self, model: torch.nn.Module, device: torch.device) -> None:
         """Do nothing, because `setup_model` moves the model to the device, one unit at a time."""
@@ -195,8 +190,8 @@ class MeshStrategy(Strategy):
         self,
         model: torch.nn.Module,
         transforms: Iterable[Transform] = (),
-        elsewhere: Container[int] = (),
-        sequences: Any = None,
+        other_stage_ids: Container[int] = (),
+        context_parallel: Any = None,
     ) -> Engine | None:
         """Broadcast rank 0's values, apply the transforms, and shard the model. Parameter names do not change.
 
@@ -205,8 +200,8 @@ class MeshStrategy(Strategy):
         Args:
             model: The user's own model.
             transforms: Functions to apply to the model before it is sharded.
-            elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
-            sequences: Return value of `split_sequences` for the model. If None, and the layout has context parallelism,
+            other_stage_ids: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
+            context_parallel: Return value of `split_sequences` for the model. If None, and the layout has context parallelism,
                 `split_sequences` is called.
 
         Returns:
@@ -218,18 +213,18 @@ class MeshStrategy(Strategy):
             StateError: If the process group of the mesh has ended.
         """
         if self._has_ended:
-            raise StateError(explain_ended_groups(self.layout))
-        made = ShardedModel(model, sequences or self.split_sequences(model))
+            raise StateError(describe_ended_groups(self.layout))
+        sharded_model = ShardedModel(model, context_parallel or self.split_sequences(model))
         try:
-            self._shard_once(made, transforms, elsewhere)
+            self._shard_once(sharded_model, transforms, other_stage_ids)
         except BaseException:
-            made.release_splits()
+            sharded_model.release_splits()
             raise
-        made.attach_detectors(self.everyone, self._options, self._is_pipeline_stage)
-        self._prepared.append(made)
+        sharded_model.attach_detectors(self.everyone, self._options, self._is_pipeline_stage)
+        self._prepared.append(sharded_model)
         self._replaced.forget_gathered()
-        self._comm_hooks.open(model)
-        engine: Engine | None = made.sequences
+        self._comm_hooks.install_hooks(model)
+        engine: Engine | None = sharded_model.context_parallel
         return engine
 
     def split_sequences(self, model: torch.nn.Module) -> Any:
@@ -238,29 +233,36 @@ class MeshStrategy(Strategy):
         Returns:
             The wrapper that splits the model's sequences, or None if the layout has no context parallelism.
         """
-        return None if self._sequence_axis is None else self._sequence_axis.split_model(model, self.mesh, self._all)
+        return (
+            None if self._sequence_axis is None else self._sequence_axis.split_model(model, self.mesh, self._all_ranks)
+        )
 
-    def _shard_once(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
+    def _shard_once(
+        self, sharded_model: ShardedModel, transforms: Iterable[Transform], other_stage_ids: Container[int]
+    ) -> None:
         """Shard the model and record how, or only enable its splits again if it was sharded in this way before.
 
         Args:
-            made: Model, whose `splits` and `lost_writes` are set here.
+            sharded_model: Model, whose `splits` and `lost_writes` are set here.
             transforms: Functions to apply to the model before it is sharded.
-            elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
+            other_stage_ids: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
 
         Raises:
             PrepareError: If the model cannot be sharded, or was sharded in another way.
         """
-        model = made.model
-        known = self.everyone.runtime.scope.get_or_create(ShardedStages if self._is_pipeline_stage else ShardedModels)
-        how = (self.layout, self._options, f"mixed_precision={self._number_format!r}", self._tensor)
-        before_release = known.find_record(model, how)
-        if before_release is not None:
-            made.splits = [split for split in (reference() for reference in before_release) if split is not None]
-            for split in made.splits:
+        model = sharded_model.model
+        records = self.everyone.runtime.scope.get_or_create(ShardedStages if self._is_pipeline_stage else ShardedModels)
+        settings = (self.layout, self._options, f"mixed_precision={self._number_format!r}", self._tensor)
+        split_references = records.find_record(model, settings)
+        if split_references is not None:
+            earlier_splits = [reference() for reference in split_references]
+            sharded_model.splits = [split for split in earlier_splits if split is not None]
+            for split in sharded_model.splits:
                 split.resume()
             fsdp_state.reshard_units(model)  # a forward since the release has left the root's parameters gathered
-            made.lost_writes = LostWrites(model, [], type(model).__name__)  # this time no parameter is replaced
+            sharded_model.lost_writes = LostWrites(
+                model, [], type(model).__name__
+            )  # this time no parameter is replaced
             return
         check_hooks(model)
         name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
@@ -268,13 +270,13 @@ class MeshStrategy(Strategy):
         shared = [key for key, p in before if p.requires_grad and self._replaced.get_current(p) is not p]
         if shared:
             raise PrepareError(_SHARED.format(name=name, keys=join_names(shared), strategy=self.name))
-        self._set_up(made, transforms, elsewhere)
+        self._split_and_shard(sharded_model, transforms, other_stage_ids)
         # Weak references, because the splits refer to the model. Its hooks keep alive the splits that are resumed later.
-        known.record_model(model, how, [weakref.ref(split) for split in made.splits])
+        records.record_model(model, settings, [weakref.ref(split) for split in sharded_model.splits])
         after = dict(model.named_parameters(remove_duplicate=False))
         replaced = [(key, parameter) for key, parameter in before if after[key] is not parameter]
         self._replaced.record_pairs((parameter, after[key]) for key, parameter in replaced)
-        made.lost_writes = LostWrites(model, replaced, name)
+        sharded_model.lost_writes = LostWrites(model, replaced, name)
 
     def check_shardable(self, model: torch.nn.Module) -> None:
         """Raise an error if the model cannot be sharded. Nothing is changed.
@@ -291,9 +293,9 @@ class MeshStrategy(Strategy):
                 raise PrepareError(_CONTAINER.format(name=type(model).__name__, strategy=self.name))
             units.find_units(model, self._options)
             units.check_sizes(model)
-        units.check_whole(model)
+        units.check_unsharded(model)
 
-    def broadcast_values(self, model: torch.nn.Module, expected: Set[str]) -> AwaitedValues:
+    def broadcast_values(self, model: torch.nn.Module, expected: Set[str]) -> MissingValues:
         """Broadcast rank 0's values to all ranks, and return an object for the values that are still missing.
 
         Args:
@@ -303,88 +305,103 @@ class MeshStrategy(Strategy):
         Returns:
             Object that fills in the missing values after the model is sharded.
         """
-        return AwaitedValues(model, self._all, expected)
+        return MissingValues(model, self._all_ranks, expected)
 
-    def _set_up(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
+    def _split_and_shard(
+        self, sharded_model: ShardedModel, transforms: Iterable[Transform], other_stage_ids: Container[int]
+    ) -> None:
         """Broadcast rank 0's values, split the model along mesh axes, apply the transforms, and shard it with FSDP.
 
         In a pipeline, the values are set by the pipeline, and are not broadcast here.
 
         Args:
-            made: Model, whose `splits` are set here.
+            sharded_model: Model, whose `splits` are set here.
             transforms: Functions to apply to the model before it is sharded.
-            elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
+            other_stage_ids: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
         """
-        model = made.model
+        model = sharded_model.model
         missing = None
         if not self._is_pipeline_stage:
             self.check_shardable(model)
-            missing = self.broadcast_values(model, self._expected)
+            missing = self.broadcast_values(model, self._expected_names)
         for axis in self._axes:
-            made.splits.append(axis.split_model(model, self.mesh, self._all, elsewhere))
-        distributed = [module for split in made.splits for module in split.distributed]
+            sharded_model.splits.append(axis.split_model(model, self.mesh, self._all_ranks, other_stage_ids))
+        distributed = [module for split in sharded_model.splits for module in split.distributed]
         super().setup_model(model, transforms)
         if not self.is_sharded:
             if missing is not None:
                 missing.fill(model, ())
             units.move_buffers(model, self.everyone.runtime.device)
             return
-        is_stage = self._is_pipeline_stage  # it gathers weights once per window, and keeps them in half precision
-        num_wrapped = 0 if is_stage else units.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
-        found = units.find_units(model, self._options)
-        if found.split:
+        num_wrapped = 0
+        if not self._is_pipeline_stage:  # a stage gathers weights once per window, and keeps them in half precision
+            num_wrapped = units.wrap_float8_weights(model, self._float8, self._options, self.layout.num_shards)
+        chosen = units.find_units(model, self._options)
+        if chosen.divided_blocks:
             log.info(
                 "%s share parameters with modules outside them; their submodules that share none are gathered one by one, and the "
                 "shared parameters with the root",
-                ", ".join(found.split),
+                ", ".join(chosen.divided_blocks),
             )
-        inner = self._shard_units(model, found, elsewhere, distributed)
+        sharded_modules = self._shard_units(model, chosen, other_stage_ids, distributed)
         if num_wrapped:
             # Compute all scales in one collective when a forward of the sharded model begins.
-            model.register_forward_pre_hook(lambda model, args: units.compute_scales([model]), prepend=True)
+            model.register_forward_pre_hook(lambda model, args: units.compute_float8_scales([model]), prepend=True)
         if missing is not None:
-            missing.fill(model, inner)
+            missing.fill(model, sharded_modules)
 
     def _shard_units(
-        self, model: torch.nn.Module, found: units.ShardingUnits, elsewhere: Container[int], distributed: Sequence[Any]
+        self,
+        model: torch.nn.Module,
+        chosen: units.ShardingUnits,
+        other_stage_ids: Container[int],
+        distributed: Sequence[Any],
     ) -> list[torch.nn.Module]:
         """Shard each unit and the root, and return the units, innermost first.
 
         Args:
             model: Model to shard.
-            found: Modules that become units, and parameters that stay unsharded.
-            elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
+            chosen: Modules that become units, and parameters that stay unsharded.
+            other_stage_ids: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
             distributed: Modules whose parameters differ between the ranks of an axis, such as experts.
         """
-        chosen, device_type = self._options, self.everyone.runtime.device.type
-        dtypes = units.choose_formats(chosen, self._number_format, self._computes_on)
+        options, runtime_device_type = self._options, self.everyone.runtime.device.type
+        dtypes = units.choose_formats(options, self._number_format, self._computes_on)
         if dtypes.message:
             log.info_once("%s", dtypes.message)
-        offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
+        offload = fsdp.CPUOffloadPolicy(pin_memory=runtime_device_type != "cpu")
         fsdp_arguments: dict[str, Any] = {
-            "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
-            "ignored_params": {*found.ignored, *(p for p in model.parameters() if id(p) in elsewhere)} or None,
+            "offload_policy": offload if options.cpu_offload else fsdp.OffloadPolicy(),
+            "ignored_params": {*chosen.ignored, *(p for p in model.parameters() if id(p) in other_stage_ids)} or None,
         }
         is_stage = self._is_pipeline_stage
-        reshard = False if is_stage else chosen.reshard_after_forward
-        kept = reshard if isinstance(reshard, bool) else None
+        reshard = False if is_stage else options.reshard_after_forward
+        # A number of ranks applies to the units only. The root and the experts use torch's default then.
+        root_reshard = reshard if isinstance(reshard, bool) else None
         for module in distributed:  # along "ep" each rank has different experts
             fsdp.fully_shard(
-                module, mesh=self._expert_shards, reshard_after_forward=kept, mp_policy=dtypes.blocks, **fsdp_arguments
+                module,
+                mesh=self._expert_mesh,
+                reshard_after_forward=root_reshard,
+                mp_policy=dtypes.blocks,
+                **fsdp_arguments,
             )
-        fsdp_arguments["mesh"] = self._shards
-        modules = units.list_local_units(model, found.modules, elsewhere)
+        fsdp_arguments["mesh"] = self._sharding_mesh
+        modules = units.list_local_units(model, chosen.modules, other_stage_ids)
         norms = list(units.iterate_float32_norms(modules, dtypes))
         for norm in norms:
             fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **fsdp_arguments)
         for unit in (unit for unit in modules if not any(unit is module for module in distributed)):
             fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **fsdp_arguments)
-        fsdp.fully_shard(model, reshard_after_forward=kept, mp_policy=dtypes.root, **fsdp_arguments)
-        (fsdp_state.hold_gradients if is_stage else fsdp_state.reduce_unused_parameters)(model)
-        wanted = set(map(id, modules))
-        fsdp_state.set_prefetching([module for module in model.modules() if id(module) in wanted], chosen)
+        fsdp.fully_shard(model, reshard_after_forward=root_reshard, mp_policy=dtypes.root, **fsdp_arguments)
+        if is_stage:
+            fsdp_state.defer_gradients(model)
+        else:
+            fsdp_state.reduce_unused_parameters(model)
+        unit_ids = set(map(id, modules))
+        fsdp_state.set_prefetching([module for module in model.modules() if id(module) in unit_ids], options)
         generation = [] if is_stage else fsdp_state.list_generation_methods(model)
-        fsdp_state.add_forward_methods(model, dict.fromkeys((*chosen.forward_methods, *generation)))
+        fsdp_state.add_forward_methods(model, dict.fromkeys((*options.forward_methods, *generation)))
         return [*norms, *modules]
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -396,8 +413,8 @@ class MeshStrategy(Strategy):
         warn_of_own_state_dict(optimizer)
         if not self._is_pipeline_stage and self._options.whole_updates is not False:
             if self._updates is None:
-                make = extensions.load("feature", "whole_updates")
-                self._updates = make(self.everyone, bool(self._options.whole_updates))
+                create_updates = extensions.load("feature", "whole_updates")
+                self._updates = create_updates(self.everyone, bool(self._options.whole_updates))
             if self._updates.take_over(optimizer):
                 return
         check_optimizer(optimizer)
@@ -464,8 +481,8 @@ class MeshStrategy(Strategy):
         """
         if not dtensors.is_from_parameters(loss):
             return loss, factor
-        whole: torch.Tensor = loss.full_tensor()  # type: ignore[attr-defined]
-        return whole, self.data_group.reduce_numbers([factor])[0] / self.gradient_divisor
+        full_loss: torch.Tensor = loss.full_tensor()  # type: ignore[attr-defined]
+        return full_loss, self.data_group.reduce_numbers([factor])[0] / self.gradient_divisor
 
     def must_join_backward(self) -> bool:
         """Whether the backward of other ranks waits for this rank's backward.
@@ -479,8 +496,8 @@ class MeshStrategy(Strategy):
         with ExitStack() as stack:
             for each in self._prepared:
                 each.usage.watch_backward()
-                if each.sequences is not None:
-                    stack.enter_context(each.sequences.backward_context())
+                if each.context_parallel is not None:
+                    stack.enter_context(each.context_parallel.backward_context())
                 stack.enter_context(each.second_order.backward())
             super().backward(loss, factor, precision, **kwargs)
 
@@ -490,7 +507,7 @@ class MeshStrategy(Strategy):
         The parameters that this backward uses are added to the record of used parameters.
         """
         for each in self._prepared:
-            each.usage.go_on()
+            each.usage.expect_backward()
 
     @contextmanager
     def silence_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
@@ -506,10 +523,10 @@ class MeshStrategy(Strategy):
                 for split in each.splits:
                     stack.enter_context(split.silence_gradients())
                 for record in fsdp_state.iterate_records(each.model):
-                    whole = fsdp_state.get_gathered_parameter(record)
+                    gathered = fsdp_state.get_gathered_parameter(record)
                     is_distributed = "ep" in record.sharded_param.device_mesh.mesh_dim_names
-                    if whole is not None and whole.requires_grad and not is_distributed:
-                        stack.callback(whole.register_hook(torch.zeros_like).remove)  # type: ignore[no-untyped-call]
+                    if gathered is not None and gathered.requires_grad and not is_distributed:
+                        stack.callback(gathered.register_hook(torch.zeros_like).remove)  # type: ignore[no-untyped-call]
             yield
 
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -533,21 +550,21 @@ class MeshStrategy(Strategy):
         Returns:
             Value for `restore_gradients`: the gradients, and a copy of the record of used parameters.
         """
-        chosen = list(parameters)
-        unreduced: list[fsdp_state.Waiting] = []
+        parameters = list(parameters)
+        unreduced: list[fsdp_state.UnreducedGradients] = []
         usage: list[tuple[ParameterUsage, Any]] = []
         for each in self._prepared:
-            taken = fsdp_state.take_gradients(each.model, chosen)
-            if taken:
-                unreduced += taken
+            removed = fsdp_state.remove_unreduced_gradients(each.model, parameters)
+            if removed:
+                unreduced += removed
                 usage.append((each.usage, each.usage.snapshot()))
-        return StashedGradients(super().stash_gradients(chosen), unreduced, usage)
+        return StashedGradients(super().stash_gradients(parameters), unreduced, usage)
 
-    def restore_gradients(self, kept: StashedGradients) -> None:
+    def restore_gradients(self, stash: StashedGradients) -> None:
         """Restore the gradients that `stash_gradients` removed, including the unsharded ones that FSDP stores."""
-        super().restore_gradients(kept.reduced)
-        fsdp_state.put_back_gradients(kept.unreduced)
-        for usage, state in kept.usage:
+        super().restore_gradients(stash.reduced)
+        fsdp_state.restore_unreduced_gradients(stash.unreduced)
+        for usage, state in stash.usage:
             usage.restore(state)
 
     # ---------------------------------------------------------------- a batch that is run again
@@ -568,9 +585,9 @@ class MeshStrategy(Strategy):
         Args:
             step: Collective, as recorded in the `CollectiveLog`.
         """
-        if step.group != fsdp_collectives.PLACE:
+        if step.group != fsdp_collectives.LOG_NAME:
             return super().list_members(step)
-        return self._comm_hooks.unit(step).ranks(step.operation)
+        return self._comm_hooks.get_unit(step).list_ranks(step.operation)
 
     def join_collective(self, step: RecordedCollective) -> None:
         """Join a collective of other ranks with this rank's shards, or with zeros as gradients.
@@ -581,10 +598,12 @@ class MeshStrategy(Strategy):
         Raises:
             CollectiveError: If any value would change the result, or if the collective is none of this strategy's.
         """
-        if step.group != fsdp_collectives.PLACE:
+        if step.group != fsdp_collectives.LOG_NAME:
             super().join_collective(step)
         else:
-            self._comm_hooks.unit(step).stand_in(step.operation, step.values[fsdp_collectives.NUM_KEYS :])
+            self._comm_hooks.get_unit(step).join_with_neutral_values(
+                step.operation, step.values[fsdp_collectives.NUM_KEY_VALUES :]
+            )
 
     def snapshot(self) -> Any:
         """Return a copy of the record of parameters that the accumulation window has used so far."""
@@ -613,10 +632,10 @@ class MeshStrategy(Strategy):
             if not self._is_pipeline_stage:
                 each.usage.remove_unused_gradients()
             elif self.is_sharded:
-                fsdp_state.reduce_held_gradients(each.model, self.everyone)
+                fsdp_state.reduce_accumulated_gradients(each.model, self.everyone)
         for each in self._prepared:
             for split in each.splits:
-                split.check_gradients(self._all)
+                split.check_gradients(self._all_ranks)
             if self._options.broadcast_buffers and each.model.training:
                 buffers = [buffer for buffer in each.model.buffers() if buffer.numel() and not buffer.is_meta]
                 self.everyone.broadcast_in_place(buffers)
@@ -636,7 +655,7 @@ class MeshStrategy(Strategy):
         for each in self._prepared:
             for split in each.splits if each.model is model else ():
                 split.end_forward()
-        return fsdp_state.leave_forward(model, output) if self.is_sharded else output
+        return fsdp_state.run_post_forward(model, output) if self.is_sharded else output
 
     # ---------------------------------------------------------------- final gradients
 
@@ -647,8 +666,13 @@ class MeshStrategy(Strategy):
             Names of the changed parameters, and for every parameter the number by which an optimizer step increases its
                 version counter.
         """
-        found = [each.writes.find_changed() for each in self._prepared]
-        return [name for names, _ in found for name in names], [count for _, counts in found for count in counts]
+        changed: list[str] = []
+        increases: list[int] = []
+        for each in self._prepared:
+            names, increases_per_step = each.writes.find_changed()
+            changed += names
+            increases += increases_per_step
+        return changed, increases
 
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's shards of the existing gradients of `parameters`."""
@@ -677,11 +701,13 @@ class MeshStrategy(Strategy):
                 units.check_formats(each.model, each.dtypes)
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:  # 1, 2, 4, 8 ...
-            for lost in filter(None, (each.lost_writes for each in self._prepared)):
-                lost.check()
-        run = None if self._updates is None else self._updates.find_step(optimizer, closure)
-        if run is not None and closure is not None:
-            # Optimizers call the closure at the start of their step. While `run` executes the step, however, the
+            for each in self._prepared:
+                if each.lost_writes is not None:
+                    each.lost_writes.check()
+        # Function that steps an optimizer on full parameters; None if this optimizer steps on shards.
+        run_step = None if self._updates is None else self._updates.find_step(optimizer, closure)
+        if run_step is not None and closure is not None:
+            # Optimizers call the closure at the start of their step. While `run_step` executes the step, however, the
             # optimizer's parameters are not those of the model, so the closure is called here.
             closure()
             closure = None
@@ -689,11 +715,11 @@ class MeshStrategy(Strategy):
             fsdp_state.reshard_units(model)
         for each in self._prepared:
             each.writes.begin_step()
-        did_step = precision.step(optimizer, closure, run)
+        did_step = precision.step(optimizer, closure, run_step)
         for each in self._prepared:
             each.writes.end_step(did_step)
         if did_step and self._number_format == "fp8":
-            units.compute_scales(self._models)
+            units.compute_float8_scales(self._models)
         return did_step
 
     def apply_loaded_values(self) -> None:
@@ -701,7 +727,7 @@ class MeshStrategy(Strategy):
         for each in self._prepared:
             each.writes.record_versions()
         if self._number_format == "fp8":
-            units.compute_scales(self._models)
+            units.compute_float8_scales(self._models)
 
     # ---------------------------------------------------------------- release
 
@@ -711,16 +737,16 @@ class MeshStrategy(Strategy):
         Parameters stay sharded, because the full model might not fit into memory.
         """
         super().release_model()
-        gone = [each for each in self._prepared if model is None or each.model is model]
-        for each in gone:
+        released = [each for each in self._prepared if model is None or each.model is model]
+        for each in released:
             each.release_splits()
             fsdp_state.reshard_units(each.model)
-            self._comm_hooks.close(each.model)
+            self._comm_hooks.remove_units(each.model)
             each.usage.release()
             each.second_order.release()
-            if each.freeing is not None:
-                each.freeing.remove()
-        self._prepared = [each for each in self._prepared if each not in gone]
+            if each.free_hook is not None:
+                each.free_hook.remove()
+        self._prepared = [each for each in self._prepared if each not in released]
         self._replaced.forget_released()
         self._num_steps = 0
 

@@ -26,9 +26,9 @@ class ShardWrites:
         named = [(name, p) for name, p in model.named_parameters() if is_dtensor(p) and _is_everywhere(p)]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._per_step = [0] * len(named)
-        self._before: list[int] | None = None
-        self._has_looked = False
+        self._increase_per_step = [0] * len(named)
+        self._versions_before_step: list[int] | None = None
+        self._measures_next_step = False
         self.record_versions()
 
     def record_versions(self) -> None:
@@ -36,7 +36,7 @@ class ShardWrites:
 
         This is needed after a load, which changes the counters by different amounts on each rank.
         """
-        self._last = self._read_versions()
+        self._start_versions = self._read_versions()
         self._num_steps = 0
 
     def find_changed(self) -> tuple[list[str], list[int]]:
@@ -46,28 +46,32 @@ class ShardWrites:
             Names of the changed parameters, and for every parameter the number by which an optimizer step increases its
                 version counter.
         """
-        self._has_looked = True
-        rows = zip(self._names, self._read_versions(), self._last, self._per_step)
-        return [name for name, now, last, each in rows if now != last + self._num_steps * each], self._per_step
+        self._measures_next_step = True
+        changed = []
+        rows = zip(self._names, self._read_versions(), self._start_versions, self._increase_per_step)
+        for name, version, start_version, increase in rows:
+            if version != start_version + self._num_steps * increase:
+                changed.append(name)
+        return changed, self._increase_per_step
 
     def begin_step(self) -> None:
         """Record the version counters before an optimizer step. Only the first step after a call to `find_changed` counts."""
-        self._before = self._read_versions() if self._has_looked else None
-        self._has_looked = False
+        self._versions_before_step = self._read_versions() if self._measures_next_step else None
+        self._measures_next_step = False
 
-    def end_step(self, was_made: bool) -> None:
+    def end_step(self, did_step: bool) -> None:
         """Record by how much an optimizer step has increased the version counters.
 
         Args:
-            was_made: Whether the update was made. False: it was skipped.
+            did_step: Whether the update was made. False: it was skipped.
         """
-        if self._before is None:
-            self._num_steps += was_made
+        if self._versions_before_step is None:
+            self._num_steps += did_step
             return
         now = self._read_versions()
-        if was_made:
-            self._per_step = [after - before for after, before in zip(now, self._before)]
-        self._last = now
+        if did_step:
+            self._increase_per_step = [after - before for after, before in zip(now, self._versions_before_step)]
+        self._start_versions = now
         self._num_steps = 0
 
     def _read_versions(self) -> list[int]:
@@ -76,9 +80,14 @@ class ShardWrites:
 
 def _is_everywhere(parameter: torch.Tensor) -> bool:
     """Whether each rank of the parameter's mesh holds a nonempty shard of it."""
-    cuts: dict[int, int] = {}
+    num_shards: dict[int, int] = {}
     for axis, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
         if not placement.is_replicate():
             dim = getattr(placement, "dim", 0)
-            cuts[dim] = cuts.get(dim, 1) * parameter.device_mesh.size(axis)  # type: ignore[attr-defined]
-    return all(ceil(parameter.shape[dim] / count) * (count - 1) < parameter.shape[dim] for dim, count in cuts.items())
+            num_shards[dim] = num_shards.get(dim, 1) * parameter.device_mesh.size(axis)  # type: ignore[attr-defined]
+    for dim, count in num_shards.items():
+        size = parameter.shape[dim]
+        shard_size = ceil(size / count)  # of all ranks but the last ones, as torch divides a dimension
+        if shard_size * (count - 1) >= size:
+            return False
+    return True

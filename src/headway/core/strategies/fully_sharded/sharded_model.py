@@ -19,26 +19,28 @@ class ShardedModel:
 
     Attributes:
         model: The user's own model.
-        sequences: Context-parallel wrapper that is called in place of the model, or None.
+        context_parallel: Wrapper that is called in place of the model and splits its sequences; None without context
+            parallelism.
         splits: Splits of the model along mesh axes other than context parallelism, such as tensor parallelism.
         lost_writes: Detector of hooks and writes that would be lost.
         usage: Record of the parameters that the losses of an accumulation window have used.
         second_order: Detector of backwards with `create_graph=True`.
         writes: Counter of in-place changes of shards.
-        units: Modules that FSDP gathers separately.
-        freeing: Handle of the hook that frees the parameters gathered for an evaluation.
+        units: Modules that FSDP gathers separately, including the root. Empty for a stage of a pipeline.
+        free_hook: Handle of the hook that frees the parameters gathered for an evaluation. None for a stage of a
+            pipeline.
         dtypes: Expected dtype of each shard and its gradient, by the shard's ID.
     """
 
     model: torch.nn.Module
-    sequences: Any = None
+    context_parallel: Any = None
     splits: list[SplitModel] = field(default_factory=list)
     lost_writes: LostWrites | None = None
     usage: ParameterUsage = field(init=False)
     second_order: SecondOrder = field(init=False)
     writes: ShardWrites = field(init=False)
     units: list[Any] = field(default_factory=list)
-    freeing: Any = None
+    free_hook: Any = None
     dtypes: dict[int, torch.dtype] = field(init=False)
 
     def attach_detectors(self, everyone: Collectives, options: ShardingOptions, is_stage: bool) -> None:
@@ -54,7 +56,7 @@ class ShardedModel:
         self.writes = ShardWrites(self.model)
         if not is_stage:
             self.units = list(fsdp_state.iterate_sharded_modules(self.model))
-            self.freeing = self.model.register_forward_hook(self._end_evaluation)
+            self.free_hook = self.model.register_forward_hook(self._end_evaluation)
         parts = [record.sharded_param for record in fsdp_state.iterate_records(self.model)]
         self.dtypes = {id(part): part.dtype for part in parts}
 
@@ -79,5 +81,5 @@ class ShardedModel:
         """
         for split in self.splits:
             split.release()
-        if self.sequences is not None:
-            self.sequences.release()
+        if self.context_parallel is not None:
+            self.context_parallel.release()

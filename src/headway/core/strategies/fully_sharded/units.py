@@ -33,9 +33,9 @@ from headway.core import extensions
 from headway.core.config.float8 import Float8Options
 from headway.core.config.parallelism import ShardingOptions
 from headway.core.strategies._torch import BatchNormBase, is_traceable_wrapper_subclass
+from headway.core.strategies.blocks import find_blocks, find_parameter_owners, is_container, is_selected
 from headway.core.strategies.fully_sharded import fsdp_state
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard, wrap_shard
-from headway.core.strategies.parts import find_blocks, find_holders, is_container, is_wanted
 from headway.core.weights.pieces import is_dtensor
 from headway.core.weights.shards import get_dtype_name
 from headway.errors import ConfigError, PrepareError, StateError
@@ -43,12 +43,12 @@ from headway.log import get_logger
 
 fsdp = LazyModule("torch.distributed.fsdp")
 torchao = LazyModule("torchao.float8")
-weights = LazyModule("torchao.float8.fsdp_utils")
+fsdp_utils = LazyModule("torchao.float8.fsdp_utils")
 log = get_logger(__name__)
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+_HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # Running statistics are float32 on every device, and the weights must have the same dtype.
-_WITH_STATISTICS = BatchNormBase
+_NORMS_WITH_STATISTICS = BatchNormBase
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
 
@@ -59,12 +59,13 @@ class ShardingUnits:
     Attributes:
         modules: Modules that are units, innermost first, without the root.
         ignored: Frozen parameters that stay unsharded.
-        split: Names of blocks that are not units, because their parameters are tied to the rest of the model.
+        divided_blocks: Names of blocks that are not units, because their parameters are tied to the rest of the model.
+            Those of their submodules that are not tied are units instead.
     """
 
     modules: tuple[torch.nn.Module, ...]
     ignored: frozenset[torch.nn.Parameter]
-    split: tuple[str, ...] = ()
+    divided_blocks: tuple[str, ...] = ()
 
 
 def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnits:
@@ -79,23 +80,23 @@ def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnit
         extensions.load("feature", "adapted_models")(model)
     ignored = _find_ignored(model, options.ignored)
     names = {id(module): name for name, module in model.named_modules()}
-    chosen = (
-        list(_iterate_by_size(model, options.min_num_params))
-        if options.min_num_params
-        else _find_named_units(model, options)
-    )
-    tied = _find_ties(model)
-    split: list[str] = []
+    if options.min_num_params:
+        candidates = list(_iterate_by_size(model, options.min_num_params))
+    else:
+        candidates = _find_named_units(model, options)
+    users_by_parameter = _find_ties(model)
+    divided_blocks: list[str] = []
     units: list[torch.nn.Module] = []
-    for module in chosen:
-        whole = list(_iterate_untied(module, tied))
-        if whole != [module]:
-            split.append(names[id(module)])
-        units += [part for part in whole if not any(part is known for known in units)]
+    for module in candidates:
+        untied = list(_iterate_untied(module, users_by_parameter))
+        if untied != [module]:
+            divided_blocks.append(names[id(module)])
+        units += [part for part in untied if not any(part is known for known in units)]
     units = [unit for unit in units if any(p not in ignored for p in unit.parameters())]
-    units.sort(key=lambda unit: -names[id(unit)].count("."))
+    # Innermost first, as fully_shard requires.
+    units.sort(key=lambda unit: names[id(unit)].count("."), reverse=True)
     _check_parameters(model, units, ignored)
-    return ShardingUnits(tuple(units), frozenset(ignored), tuple(split))
+    return ShardingUnits(tuple(units), frozenset(ignored), tuple(divided_blocks))
 
 
 # ---------------------------------------------------------------- choice of units
@@ -109,36 +110,39 @@ def _find_named_units(model: torch.nn.Module, options: ShardingOptions) -> list[
     """
     if not options.units:
         return find_blocks(model)
-    for one in options.units:
-        if not any(is_wanted(name, module, (one,)) for name, module in model.named_modules()):
+    for selector in options.units:
+        if not any(is_selected(name, module, (selector,)) for name, module in model.named_modules()):
             raise ConfigError(
-                f"ShardingOptions(units=...) names {one!r}, which {type(model).__name__} lacks; give classes or names"
+                f"ShardingOptions(units=...) names {selector!r}, which {type(model).__name__} lacks; give classes or names"
             )
-    found = [(name, m) for name, m in model.named_modules() if m is not model and is_wanted(name, m, options.units)]
-    for name, module in found:
+    selected = [
+        (name, module)
+        for name, module in model.named_modules()
+        if module is not model and is_selected(name, module, options.units)
+    ]
+    for name, module in selected:
         if is_container(module):
             raise ConfigError(
                 f"ShardingOptions(units=...) names {name!r}, a {type(module).__name__}, which is never called; name modules that are"
             )
-    return [module for _, module in found]
+    return [module for _, module in selected]
 
 
-def _iterate_by_size(module: torch.nn.Module, least: int, is_root: bool = True) -> Iterator[torch.nn.Module]:
-    """Yield modules with at least `least` parameter elements, innermost first.
+def _iterate_by_size(module: torch.nn.Module, min_elements: int, is_root: bool = True) -> Iterator[torch.nn.Module]:
+    """Yield modules with at least `min_elements` parameter elements, innermost first.
 
     Parameters of modules that were already yielded do not count. The root, and containers without a forward, are not
     yielded.
     """
-    found: list[torch.nn.Module] = []
+    inner_units: list[torch.nn.Module] = []
     for child in module.children():
-        found += _iterate_by_size(child, least, is_root=False)
-    yield from found
-    taken = {id(p) for unit in found for p in unit.parameters()}
-    if (
-        not is_root
-        and not is_container(module)
-        and sum(p.numel() for p in module.parameters() if id(p) not in taken) >= least
-    ):
+        inner_units += _iterate_by_size(child, min_elements, is_root=False)
+    yield from inner_units
+    if is_root or is_container(module):
+        return
+    inner_parameters = {id(p) for unit in inner_units for p in unit.parameters()}
+    num_elements = sum(p.numel() for p in module.parameters() if id(p) not in inner_parameters)
+    if num_elements >= min_elements:
         yield module
 
 
@@ -152,68 +156,75 @@ def _find_ties(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
     for module in model.modules():
         for child in filter(is_container, module.children()):
             parents.setdefault(id(child), {})[id(module)] = module
-    shared = {key: list(found.values()) for key, found in parents.items()}
-    users = {
-        key: [user for _, module, _ in holders for user in shared.get(id(module), [module])]
-        for key, (_, holders) in find_holders(model).items()
-    }
-    return {key: modules for key, modules in users.items() if len(modules) > 1}
+    users_by_parameter: dict[int, list[torch.nn.Module]] = {}
+    for parameter_id, (_, owners) in find_parameter_owners(model).items():
+        users: list[torch.nn.Module] = []
+        for owner in owners:
+            users += parents[id(owner.module)].values() if id(owner.module) in parents else [owner.module]
+        if len(users) > 1:
+            users_by_parameter[parameter_id] = users
+    return users_by_parameter
 
 
-def _iterate_untied(module: torch.nn.Module, tied: dict[int, list[torch.nn.Module]]) -> Iterator[torch.nn.Module]:
+def _iterate_untied(
+    module: torch.nn.Module, users_by_parameter: dict[int, list[torch.nn.Module]]
+) -> Iterator[torch.nn.Module]:
     """Yield the largest modules within `module` that contain all users of their tied parameters.
 
     Containers are not yielded, because they are never called, and FSDP gathers parameters when a module is called.
 
     Args:
         module: Module to divide. It is yielded itself if it contains all users of its tied parameters.
-        tied: Modules that use each tied parameter, by the parameter's ID.
+        users_by_parameter: Modules that use each tied parameter, by the parameter's ID.
     """
-    inside = {id(part) for part in module.modules()}
-    shared = [key for part in module.modules() for p in part._parameters.values() if (key := id(p)) in tied]
-    if not is_container(module) and all(id(holder) in inside for key in shared for holder in tied[key]):
+    inner_ids = {id(part) for part in module.modules()}
+    users: list[torch.nn.Module] = []
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            users += users_by_parameter.get(id(parameter), ())
+    if not is_container(module) and all(id(user) in inner_ids for user in users):
         yield module
         return
     for child in module.children():
-        yield from _iterate_untied(child, tied)
+        yield from _iterate_untied(child, users_by_parameter)
 
 
-def _find_ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn.Parameter]:
+def _find_ignored(model: torch.nn.Module, selectors: tuple[object, ...]) -> set[torch.nn.Parameter]:
     """Return the parameters that stay unsharded: the requested ones, and frozen quantized ones that sharding breaks.
 
     Args:
         model: Model to shard.
-        wanted: Classes, class names, module names or parameter names that the options request.
+        selectors: Classes, class names, module names or parameter names that the options request.
 
     Raises:
         ConfigError: If the model contains nothing that matches one of these.
         PrepareError: If one of the parameters is trainable.
     """
-    found: set[torch.nn.Parameter] = set()
-    for one in wanted:
-        matching = [(name, m) for name, m in model.named_modules() if is_wanted(name, m, (one,))]
-        direct = [p for name, p in model.named_parameters() if name == one]
-        if not matching and not direct:
+    ignored: set[torch.nn.Parameter] = set()
+    for selector in selectors:
+        modules = [module for name, module in model.named_modules() if is_selected(name, module, (selector,))]
+        parameters = [p for name, p in model.named_parameters() if name == selector]
+        if not modules and not parameters:
             raise ConfigError(
-                f"ShardingOptions(ignored=...) names {one!r}, which {type(model).__name__} does not contain; give classes, class "
-                "names, module names or names of parameters"
+                f"ShardingOptions(ignored=...) names {selector!r}, which {type(model).__name__} does not contain; give classes, "
+                "class names, module names or names of parameters"
             )
-        found.update(direct, *(m.parameters() for _, m in matching))
-    whole = [p for p in model.parameters() if _must_stay_whole(p)]
-    if whole:
-        log.info("%d frozen, quantized weights of %s stay whole on every rank", len(whole), type(model).__name__)
-    found.update(whole)
-    learning = [name for name, p in model.named_parameters() if p in found and p.requires_grad]
-    if learning:
+        ignored.update(parameters, *(module.parameters() for module in modules))
+    quantized = [p for p in model.parameters() if _must_stay_unsharded(p)]
+    if quantized:
+        log.info("%d frozen, quantized weights of %s stay whole on every rank", len(quantized), type(model).__name__)
+    ignored.update(quantized)
+    trainable = [name for name, p in model.named_parameters() if p in ignored and p.requires_grad]
+    if trainable:
         raise PrepareError(
-            f"ShardingOptions(ignored=...) contains trainable parameters ({join_names(learning)}): their gradients "
+            f"ShardingOptions(ignored=...) contains trainable parameters ({join_names(trainable)}): their gradients "
             "would not be summed "
             "over the ranks. Freeze them with requires_grad_(False), or shard them"
         )
-    return found
+    return ignored
 
 
-def _must_stay_whole(parameter: torch.nn.Parameter) -> bool:
+def _must_stay_unsharded(parameter: torch.nn.Parameter) -> bool:
     """Whether a parameter is frozen and quantized in a format that sharding would break.
 
     Such formats are bitsandbytes int8 and torchao's.
@@ -274,35 +285,35 @@ def _check_parameters(
                 f"the parameter {name!r} of {kind} is not contiguous (shape {tuple(parameter.shape)}, strides {parameter.stride()}); "
                 "before prepare(): parameter.data = parameter.data.contiguous()"
             )
-    taken: set[int] = set()
+    inner_parameters: set[int] = set()
     names = {id(p): name for name, p in model.named_parameters()}
     for unit in [*units, model]:
-        own = [p for p in unit.parameters() if id(p) not in taken and p not in ignored]
-        taken.update(map(id, own))
-        by_dtype: dict[torch.dtype, list[str]] = {}
+        own = [p for p in unit.parameters() if id(p) not in inner_parameters and p not in ignored]
+        inner_parameters.update(map(id, own))
+        names_by_dtype: dict[torch.dtype, list[str]] = {}
         for parameter in own:
             if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(names[id(parameter)])
-        if len(by_dtype) > 1:
-            told = "; ".join(f"{get_dtype_name(dtype)}: {join_names(n)}" for dtype, n in by_dtype.items())
+                names_by_dtype.setdefault(parameter.dtype, []).append(names[id(parameter)])
+        if len(names_by_dtype) > 1:
+            dtypes = "; ".join(f"{get_dtype_name(dtype)}: {join_names(n)}" for dtype, n in names_by_dtype.items())
             raise PrepareError(
-                f"trainable parameters that are gathered together must have one dtype, but a unit of {kind} has several ({told}). "
+                f"trainable parameters that are gathered together must have one dtype, but a unit of {kind} has several ({dtypes}). "
                 "Convert them, or make their modules separate units: kwargs_handlers=[ShardingOptions(units=[...])]"
             )
 
 
-def check_whole(model: torch.nn.Module) -> None:
+def check_unsharded(model: torch.nn.Module) -> None:
     """Raise an error if a parameter of the model is already sharded or otherwise distributed over ranks.
 
     Raises:
         PrepareError: If a parameter is already distributed. The message names one.
     """
-    parts = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
-    if parts:
+    distributed = [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]
+    if distributed:
         raise PrepareError(
-            f"{len(parts)} parameters of {type(model).__name__}, such as {parts[0]!r}, are already sharded: the model shares them "
-            "with a model that was prepared earlier, or the script has sharded them. Models that share parameters need "
-            "strategy='ddp', or one module that contains both. Leave the script's own sharding out"
+            f"{len(distributed)} parameters of {type(model).__name__}, such as {distributed[0]!r}, are already sharded: "
+            "the model shares them with a model that was prepared earlier, or the script has sharded them. "
+            "Models that share parameters need strategy='ddp', or one module that contains both. Leave the script's own sharding out"
         )
 
 
@@ -321,30 +332,30 @@ def check_sizes(model: torch.nn.Module) -> None:
 
 
 def list_local_units(
-    model: torch.nn.Module, units: Iterable[torch.nn.Module], elsewhere: Container[int]
+    model: torch.nn.Module, units: Iterable[torch.nn.Module], other_stage_ids: Container[int]
 ) -> list[torch.nn.Module]:
     """Return the units whose parameters are on this rank.
 
     Args:
         model: Model that contains the units, for messages.
         units: Modules that are units.
-        elsewhere: IDs of parameters and buffers that are empty because they belong to other pipeline stages.
+        other_stage_ids: IDs of parameters and buffers that are empty because they belong to other pipeline stages.
 
     Raises:
         ConfigError: If only some of a unit's parameters are on this rank.
     """
-    found = []
+    local_units = []
     for unit in units:
-        there = [id(p) in elsewhere for p in unit.parameters()]
-        if not all(there):
-            found.append(unit)
-        if len(set(there)) > 1:
+        is_on_other_stage = [id(p) in other_stage_ids for p in unit.parameters()]
+        if not all(is_on_other_stage):
+            local_units.append(unit)
+        if any(is_on_other_stage) and not all(is_on_other_stage):
             name = next(name for name, module in model.named_modules() if module is unit)
             raise ConfigError(
                 f"ShardingOptions(units=...) takes {name!r} as a unit, but it is on several stages of the pipeline; name modules "
                 "within blocks, or the blocks"
             )
-    return found
+    return local_units
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
@@ -368,13 +379,13 @@ class MixedPrecisionFormats:
     Attributes:
         blocks: Mixed-precision policy of units below the root.
         root: Mixed-precision policy of the root, and of norms that stay in float32.
-        keeps_norms: Classes of norms within blocks that become separate units in float32.
+        float32_norms: Classes of norms within blocks that become separate units in float32.
         message: Log message about the conversion. Empty if nothing is converted.
     """
 
     blocks: Any
     root: Any
-    keeps_norms: tuple[type, ...]
+    float32_norms: tuple[type, ...]
     message: str = ""
 
 
@@ -387,21 +398,23 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
         device_type: Type of the device that computes, such as "cuda".
     """
     reduce, output = _parse_dtype(options.reduce_dtype), _parse_dtype(options.output_dtype)
-    given = _parse_dtype(options.param_dtype)
-    half = _HALF.get(number_format)
+    requested = _parse_dtype(options.param_dtype)
+    half = _HALF_DTYPES.get(number_format)
     if half is None:
         # Without autocast, a unit's inputs must have the type of its parameters.
-        is_cast = given is not None
+        is_cast = requested is not None
         reduce = reduce or (torch.float32 if is_cast else None)
-        policy = partial(fsdp.MixedPrecisionPolicy, param_dtype=given, reduce_dtype=reduce, cast_forward_inputs=is_cast)
-        message = "" if given is None else f"all units compute with {get_dtype_name(given)} parameters"
+        policy = partial(
+            fsdp.MixedPrecisionPolicy, param_dtype=requested, reduce_dtype=reduce, cast_forward_inputs=is_cast
+        )
+        message = "" if requested is None else f"all units compute with {get_dtype_name(requested)} parameters"
         return MixedPrecisionFormats(policy(), policy(output_dtype=output), (), message)
-    param = given or half
+    param = requested or half
     policy = partial(fsdp.MixedPrecisionPolicy, cast_forward_inputs=False)
     blocks = policy(param_dtype=param, reduce_dtype=reduce or torch.float32)
     root = policy(reduce_dtype=reduce, output_dtype=output)
     # On accelerators autocast computes these norms in float32 with any weights. On a CPU torch rejects mixed types.
-    norms = (_WITH_STATISTICS, *_NORMS) if device_type == "cpu" else (_WITH_STATISTICS,)
+    norms = (_NORMS_WITH_STATISTICS, *_NORMS) if device_type == "cpu" else (_NORMS_WITH_STATISTICS,)
     message = (
         f"mixed_precision={number_format!r}: blocks are gathered in {get_dtype_name(param)}, the root and its residual stream "
         f"keep their dtype; gradients of blocks are summed in {get_dtype_name(reduce or torch.float32)}, and the optimizer's "
@@ -418,7 +431,7 @@ def iterate_float32_norms(
     for unit in units:
         for module in unit.modules():
             has_own = any(p is not None for p in module._parameters.values())
-            if isinstance(module, formats.keeps_norms) and id(module) not in seen and has_own:
+            if isinstance(module, formats.float32_norms) and id(module) not in seen and has_own:
                 seen.add(id(module))
                 yield module
 
@@ -434,21 +447,22 @@ def check_formats(model: torch.nn.Module, expected: dict[int, torch.dtype]) -> N
         StateError: If user code has converted parameters or gradients to another dtype.
     """
     for record in fsdp_state.iterate_records(model):
-        part, whole = record.sharded_param, fsdp_state.get_gathered_parameter(record)
-        wanted = expected.get(id(part))
-        if wanted is None:
+        shard, gathered = record.sharded_param, fsdp_state.get_gathered_parameter(record)
+        storage_dtype = expected.get(id(shard))
+        if storage_dtype is None:
             continue
-        computed = record.mp_policy.param_dtype or wanted
-        found = {"its part": (part.dtype, wanted)}
-        if part.grad is not None:
-            found["its gradient"] = (part.grad.dtype, wanted)
-        if whole is not None and wanted.is_floating_point:
-            found["the gathered parameter"] = (whole.dtype, computed)
-        for what, (dtype, should) in found.items():
-            if dtype != should:
+        compute_dtype = record.mp_policy.param_dtype or storage_dtype
+        checks = [("its part", shard.dtype, storage_dtype)]
+        if shard.grad is not None:
+            checks.append(("its gradient", shard.grad.dtype, storage_dtype))
+        if gathered is not None and storage_dtype.is_floating_point:
+            checks.append(("the gathered parameter", gathered.dtype, compute_dtype))
+        for description, dtype, expected_dtype in checks:
+            if dtype != expected_dtype:
                 raise StateError(
-                    f"the parameter {record._param_fqn} of {type(model).__name__}: {what} is {get_dtype_name(dtype)} instead of "
-                    f"{get_dtype_name(should)}. Convert models (model.to(dtype)) before prepare(), not after"
+                    f"the parameter {record._param_fqn} of {type(model).__name__}: {description} is "
+                    f"{get_dtype_name(dtype)} instead of {get_dtype_name(expected_dtype)}. "
+                    "Convert models (model.to(dtype)) before prepare(), not after"
                 )
 
 
@@ -456,13 +470,13 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _is_partly_kept(sharding: ShardingOptions) -> bool:
-    """Whether FSDP keeps parts of gathered weights after forward, for a second all-gather among fewer ranks."""
-    chosen = sharding.reshard_after_forward
-    return chosen is not None and not isinstance(chosen, bool)
+def _is_partly_resharded(sharding: ShardingOptions) -> bool:
+    """Whether FSDP reshards weights over fewer ranks after forward, for an all-gather among these ranks in backward."""
+    reshard = sharding.reshard_after_forward
+    return reshard is not None and not isinstance(reshard, bool)
 
 
-def wrap_weights(
+def wrap_float8_weights(
     model: torch.nn.Module, options: Float8Options | None, sharding: ShardingOptions, num_shards: int
 ) -> int:
     """Wrap weights of float8 layers so that they are all-gathered in float8. Call this before weights are sharded.
@@ -480,29 +494,30 @@ def wrap_weights(
     Returns:
         Number of weights that are gathered in float8.
     """
-    wish = None if options is None else options.all_gather
+    is_requested = None if options is None else options.all_gather
     layers: list[Any] = [module for module in model.modules() if _is_float8(module)]
-    if wish is False or not layers or _is_partly_kept(sharding):
+    if is_requested is False or not layers or _is_partly_resharded(sharding):
         return 0
-    holders, count = find_holders(model), 0
+    parameter_owners, count = find_parameter_owners(model), 0
     for layer in layers:
         weight, cast = layer.weight.detach(), layer.config.cast_config_weight
         local = get_local_shard(weight)  # with tensor parallelism, this rank's part
-        is_one_scale = cast.scaling_granularity.value == "tensorwise" and cast.scaling_type.value == "dynamic"
+        has_dynamic_scale = cast.scaling_granularity.value == "tensorwise" and cast.scaling_type.value == "dynamic"
         # torchao rounds scales in the layer, not in the all-gather.
-        is_one_scale = is_one_scale and not layer.config.round_scales_to_power_of_2
-        if is_one_scale and len(holders[id(layer.weight)][1]) == 1 and local.shape[0] % num_shards == 0:
-            wrapped = weights.WeightWithDynamicFloat8CastTensor(local, layer.linear_mm_config, cast.target_dtype)
+        has_suitable_scale = has_dynamic_scale and not layer.config.round_scales_to_power_of_2
+        _, owners = parameter_owners[id(layer.weight)]
+        if has_suitable_scale and len(owners) == 1 and local.shape[0] % num_shards == 0:
+            wrapped = fsdp_utils.WeightWithDynamicFloat8CastTensor(local, layer.linear_mm_config, cast.target_dtype)
             if is_dtensor(weight):
                 wrapped = wrap_shard(wrapped, weight.device_mesh, weight.placements, weight.shape, weight.stride())
             layer.weight = torch.nn.Parameter(wrapped, requires_grad=layer.weight.requires_grad)
             count += 1
-    if count or wish:
+    if count or is_requested:
         log.info("%d of %d float8 weights of %s are gathered in float8", count, len(layers), type(model).__name__)
     return count
 
 
-def compute_scales(models: Iterable[torch.nn.Module]) -> None:
+def compute_float8_scales(models: Iterable[torch.nn.Module]) -> None:
     """Compute the float8 scales of the current weights, in one collective per model that has such weights.
 
     All ranks must call it.

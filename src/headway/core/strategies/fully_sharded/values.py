@@ -27,7 +27,7 @@ def wrap_like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else values
 
 
-def is_without_memory(model: torch.nn.Module) -> bool:
+def has_meta_tensors(model: torch.nn.Module) -> bool:
     """Whether any tensor of the model is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
@@ -44,17 +44,16 @@ def check_initializers(model: torch.nn.Module, expected: Container[str] = ()) ->
     Raises:
         PrepareError: If a module cannot initialize its tensors. The message names all such modules.
     """
-    lacking = _find_missing(model, expected)
-    helpless = [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if any(id(each.tensor) in lacking for each in iterate_own_locations(module))
-        and _get_initializer(model, module) is None
-    ]
-    if helpless:
+    missing_ids = _find_missing(model, expected)
+    uninitializable = []
+    for name, module in model.named_modules():
+        is_missing_values = any(id(each.tensor) in missing_ids for each in iterate_own_locations(module))
+        if is_missing_values and _get_initializer(model, module) is None:
+            uninitializable.append(name or type(model).__name__)
+    if uninitializable:
         raise PrepareError(
             f"{type(model).__name__} was built on the meta device, and these of its modules cannot initialize themselves: "
-            f"{join_names(helpless)}. Give their classes a method reset_parameters() that fills the module's own "
+            f"{join_names(uninitializable)}. Give their classes a method reset_parameters() that fills the module's own "
             "parameters and buffers; or build the model with its values; for buffers alone, build it under init_empty_weights(); "
             "or name a checkpoint that has them all: accelerator.load_weights(model, folder)"
         )
@@ -65,9 +64,9 @@ def _find_missing(model: torch.nn.Module, expected: Container[str]) -> set[int]:
 
     A tensor need not be initialized if one of its names is in `expected`.
     """
-    places = map_locations(model)
-    found = {id(place.tensor) for place in places.values() if place.tensor.is_meta}
-    return found - {id(place.tensor) for name, place in places.items() if name in expected}
+    locations = map_locations(model)
+    meta_ids = {id(location.tensor) for location in locations.values() if location.tensor.is_meta}
+    return meta_ids - {id(location.tensor) for name, location in locations.items() if name in expected}
 
 
 def fill_model(
@@ -76,7 +75,7 @@ def fill_model(
     device: torch.device,
     everyone: Collectives,
     expected: Container[str] = (),
-    elsewhere: Container[int] = (),
+    other_stage_ids: Container[int] = (),
 ) -> int:
     """Allocate a model's tensors that have no memory and fill them with rank 0's values, one unit at a time.
 
@@ -86,7 +85,7 @@ def fill_model(
         device: Device on which values are computed.
         everyone: Collectives over all ranks.
         expected: Names of tensors whose values are loaded from elsewhere afterwards.
-        elsewhere: IDs of tensors that stay empty, because other ranks hold them. Random numbers are drawn for them
+        other_stage_ids: IDs of tensors that stay empty, because other ranks hold them. Random numbers are drawn for them
             nevertheless, so that the other tensors get the values of a full initialization.
 
     Returns:
@@ -96,30 +95,30 @@ def fill_model(
         PrepareError: If a module initializes its own parameters together with those of units.
     """
     largest = 0
-    taken: set[int] = set()
-    lacking = _find_missing(model, expected)
+    filled_modules: set[int] = set()
+    missing_ids = _find_missing(model, expected)
     for record in fsdp_state.iterate_records(model):
-        _allocate_part(record)
-    for place in map_locations(model).values():
-        if id(place.tensor) not in elsewhere:
-            _allocate_unsharded(place.tensor, device)
+        _allocate_shard(record)
+    for location in map_locations(model).values():
+        if id(location.tensor) not in other_stage_ids:
+            _allocate_unsharded(location.tensor, device)
     with torch.no_grad():
         for unit in (*units, model):
-            own = [module for module in _iterate_children_first(unit) if id(module) not in taken]
-            largest = max(largest, _fill_unit(model, own, lacking, device, everyone))
-            taken.update(map(id, own))
+            own_modules = [module for module in _iterate_children_first(unit) if id(module) not in filled_modules]
+            largest = max(largest, _fill_unit(model, own_modules, missing_ids, device, everyone))
+            filled_modules.update(map(id, own_modules))
     log.info("%s was initialized unit by unit; the largest takes %s", type(model).__name__, format_bytes(largest))
     return largest
 
 
-def _allocate_part(record: Any) -> None:
+def _allocate_shard(record: Any) -> None:
     """Allocate FSDP's shard of a parameter if it has no memory."""
-    part = record.sharded_param
-    if not part.is_meta:
+    shard = record.sharded_param
+    if not shard.is_meta:
         return
     device = torch.device("cpu") if record.offload_to_cpu else record.device
-    room = torch.empty_like(dtensors.get_local_shard(part), device=device)
-    _replace_content(part, record.to_sharded_dtensor(room))
+    memory = torch.empty_like(dtensors.get_local_shard(shard), device=device)
+    _replace_content(shard, record.to_sharded_dtensor(memory))
     record.reset_sharded_param()
 
 
@@ -133,8 +132,8 @@ def _allocate_unsharded(tensor: torch.Tensor, device: torch.device) -> None:
     if not is_dtensor(tensor):
         _replace_content(tensor, torch.empty_like(tensor, device=device))
         return
-    room = torch.empty_like(dtensors.get_local_shard(tensor), device=device)
-    _replace_content(tensor, dtensors.wrap_like(room.detach(), tensor))
+    memory = torch.empty_like(dtensors.get_local_shard(tensor), device=device)
+    _replace_content(tensor, dtensors.wrap_like(memory.detach(), tensor))
 
 
 def _replace_content(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -148,7 +147,7 @@ def _replace_content(tensor: torch.Tensor, other: torch.Tensor) -> None:
 def _fill_unit(
     model: torch.nn.Module,
     modules: list[torch.nn.Module],
-    lacking: set[int],
+    missing_ids: set[int],
     device: torch.device,
     everyone: Collectives,
 ) -> int:
@@ -157,7 +156,7 @@ def _fill_unit(
     Args:
         model: Model that contains the modules.
         modules: Modules of one unit, children first.
-        lacking: IDs of the tensors that have no values and must be initialized.
+        missing_ids: IDs of the tensors that have no values and must be initialized.
         device: Device on which values are computed.
         everyone: Collectives over all ranks.
 
@@ -167,35 +166,36 @@ def _fill_unit(
     Raises:
         PrepareError: If the modules leave a tensor without values.
     """
-    whole: dict[int, torch.Tensor] = {}
-    held: list[tuple[TensorLocation, torch.Tensor]] = []
+    full_tensors: dict[int, torch.Tensor] = {}  # by the ID of the shard that gets the values
+    replaced: list[tuple[TensorLocation, torch.Tensor]] = []
     for module in modules:
-        places = list(iterate_own_locations(module))
-        if lacking.isdisjoint(id(each.tensor) for each in places):
+        locations = list(iterate_own_locations(module))
+        if missing_ids.isdisjoint(id(each.tensor) for each in locations):
             continue  # its values exist or come from elsewhere
-        for each in places:
-            if id(each.tensor) in lacking or is_dtensor(each.tensor):
-                held.append((each, each.tensor))
+        for location in locations:
+            tensor = location.tensor
+            if id(tensor) in missing_ids or is_dtensor(tensor):
+                replaced.append((location, tensor))
                 # The first module that holds a tied tensor initializes it; the others fill temporary memory.
-                room = _allocate_marked(each.tensor, device)
-                if id(each.tensor) in lacking:
-                    whole.setdefault(id(each.tensor), room)
-                each.put_tensor(room)
+                memory = _allocate_marked(tensor, device)
+                if id(tensor) in missing_ids:
+                    full_tensors.setdefault(id(tensor), memory)
+                location.put_tensor(memory)
     try:
-        _initialize_modules(model, modules, whole.values())
+        _initialize_modules(model, modules, full_tensors.values())
     finally:
-        for each, tensor in held:
-            each.put_tensor(tensor)
-    _check_filled(model, whole.values())
-    if whole:
-        everyone.broadcast_into([tensor.detach() for tensor in whole.values()])
-    for _, tensor in held:
-        if id(tensor) in whole:
-            dtensors.put_whole(tensor.detach(), whole[id(tensor)])
-    return sum(tensor.nbytes for tensor in whole.values())
+        for location, tensor in replaced:
+            location.put_tensor(tensor)
+    _check_filled(model, full_tensors.values())
+    if full_tensors:
+        everyone.broadcast_into([tensor.detach() for tensor in full_tensors.values()])
+    for _, tensor in replaced:
+        if id(tensor) in full_tensors:
+            dtensors.copy_full_values(tensor.detach(), full_tensors[id(tensor)])
+    return sum(tensor.nbytes for tensor in full_tensors.values())
 
 
-def take_values(model: torch.nn.Module, everyone: Collectives) -> dict[str, torch.Tensor]:
+def remove_rank_0_values(model: torch.nn.Module, everyone: Collectives) -> dict[str, torch.Tensor]:
     """Remove rank 0's tensors from a model that other ranks built on the meta device, and return them.
 
     Meta tensors replace them in the model.
@@ -207,30 +207,30 @@ def take_values(model: torch.nn.Module, everyone: Collectives) -> dict[str, torc
     Raises:
         PrepareError: If rank 0 has no values but other ranks do.
     """
-    lacking = [row[0] for row in everyone.gather_numbers([float(is_without_memory(model))])]
-    if len(set(lacking)) < 2:
+    is_meta_by_rank = [bool(row[0]) for row in everyone.gather_numbers([float(has_meta_tensors(model))])]
+    if len(set(is_meta_by_rank)) < 2:
         return {}
-    if lacking[0]:
-        ranks = ", ".join(str(rank) for rank, lacks in enumerate(lacking) if lacks)
+    if is_meta_by_rank[0]:
+        ranks = ", ".join(str(rank) for rank, is_meta in enumerate(is_meta_by_rank) if is_meta)
         raise PrepareError(
             f"{type(model).__name__} was built on the meta device on ranks {ranks} only; build it there on all ranks, or on all but "
             "rank 0, whose values all of them get"
         )
-    made: dict[int, torch.Tensor] = {}
-    given: dict[str, torch.Tensor] = {}
-    for name, place in map_locations(model).items():
-        old = given[name] = place.tensor
-        if id(old) not in made:
-            made[id(old)] = wrap_like(old, torch.empty_like(old, device="meta"))
-        place.put_tensor(made[id(old)])
-    return given
+    meta_tensors: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied tensors stay tied
+    rank_0_tensors: dict[str, torch.Tensor] = {}
+    for name, location in map_locations(model).items():
+        tensor = rank_0_tensors[name] = location.tensor
+        if id(tensor) not in meta_tensors:
+            meta_tensors[id(tensor)] = wrap_like(tensor, torch.empty_like(tensor, device="meta"))
+        location.put_tensor(meta_tensors[id(tensor)])
+    return rank_0_tensors
 
 
-class AwaitedValues:
-    """Tensors that have no values when their model is prepared, and the source from which each gets its values.
+class MissingValues:
+    """Tensors of a model that have no values when it is prepared, and the source from which each gets its values.
 
-    The values are read from files, taken from rank 0, or computed by the modules. Existing values are replaced with
-    rank 0's.
+    The values are read from files, taken from rank 0, or computed by the modules. The constructor also replaces existing
+    values with rank 0's. All ranks must create this object.
 
     Args:
         model: Model as the user built it.
@@ -242,38 +242,43 @@ class AwaitedValues:
     """
 
     def __init__(self, model: torch.nn.Module, everyone: Collectives, expected: Set[str]) -> None:
-        self._given = take_values(model, everyone)
+        self._rank_0_tensors = remove_rank_0_values(model, everyone)
         self._everyone = everyone
-        self._expected = self._given.keys() or expected
-        self._is_lacking = is_without_memory(model)
-        if self._is_lacking:
-            check_initializers(model, self._expected)  # includes buffers
+        self._expected_names = self._rank_0_tensors.keys() or expected
+        self._has_meta_tensors = has_meta_tensors(model)
+        if self._has_meta_tensors:
+            check_initializers(model, self._expected_names)  # includes buffers
         # In place, before sharding. Models built with different seeds would otherwise be mixed.
         tensors = iterate_inner_tensors((*model.parameters(), *model.buffers()))
         everyone.broadcast_into([each for each in tensors if not each.is_meta])
 
-    def fill(self, model: torch.nn.Module, units: Iterable[torch.nn.Module], elsewhere: Container[int] = ()) -> None:
+    def fill(
+        self, model: torch.nn.Module, units: Iterable[torch.nn.Module], other_stage_ids: Container[int] = ()
+    ) -> None:
         """Allocate this rank's shards of the model, and fill them with the values that are not read from files.
 
-        Tensors from `take_values` are distributed to the shards of all ranks one at a time. Rank 0 frees each tensor
+        Tensors from `remove_rank_0_values` are distributed to the shards of all ranks one at a time. Rank 0 frees each tensor
         afterwards.
 
         Args:
             model: Model, which has been sharded or split.
             units: Separately sharded modules, innermost first.
-            elsewhere: IDs of tensors that stay empty, because other ranks hold them.
+            other_stage_ids: IDs of tensors that stay empty, because other ranks hold them.
         """
-        device, given = self._everyone.runtime.device, self._given
-        if self._is_lacking:
-            fill_model(model, units, device, self._everyone, self._expected, elsewhere)
+        device, rank_0_tensors = self._everyone.runtime.device, self._rank_0_tensors
+        if self._has_meta_tensors:
+            fill_model(model, units, device, self._everyone, self._expected_names, other_stage_ids)
+        if not rank_0_tensors:
+            return
         with torch.no_grad():
-            for name, place in map_locations(model).items() if given else ():
-                whole = given.pop(name)
-                if any(whole is other for other in given.values()):
+            for name, location in map_locations(model).items():
+                tensor = rank_0_tensors.pop(name)
+                if any(tensor is other for other in rank_0_tensors.values()):
                     continue  # tied: distributed with the last of its names
-                whole = torch.empty_like(whole, device=device) if whole.is_meta else whole.detach().to(device)
-                self._everyone.broadcast_into([whole])
-                dtensors.put_whole(place.tensor.detach(), whole)
+                # Only rank 0 has values. The other ranks allocate memory for them.
+                full = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+                self._everyone.broadcast_into([full])
+                dtensors.copy_full_values(location.tensor.detach(), full)
 
 
 def _allocate_marked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -302,7 +307,7 @@ def _check_filled(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> No
 
 
 def _initialize_modules(
-    model: torch.nn.Module, modules: list[torch.nn.Module], awaited: Iterable[torch.Tensor]
+    model: torch.nn.Module, modules: list[torch.nn.Module], uninitialized: Iterable[torch.Tensor]
 ) -> None:
     """Make modules initialize their own tensors, children first.
 
@@ -311,22 +316,22 @@ def _initialize_modules(
     Args:
         model: Model that contains the modules.
         modules: Modules to initialize.
-        awaited: Tensors without values.
+        uninitialized: Tensors without values.
 
     Raises:
         PrepareError: If a module initializes its own tensors together with those of submodules not in `modules`.
     """
-    here, waiting = set(map(id, modules)), set(map(id, awaited))
+    module_ids, uninitialized_ids = set(map(id, modules)), set(map(id, uninitialized))
+    if not uninitialized_ids:
+        return
     for module in modules:
         initialize = _get_initializer(model, module)
-        inside = (
-            {id(each.tensor) for part in module.modules() for each in iterate_own_locations(part)} if waiting else set()
-        )
-        if initialize is None or waiting.isdisjoint(inside):
+        inner_ids = {id(each.tensor) for part in module.modules() for each in iterate_own_locations(part)}
+        if initialize is None or uninitialized_ids.isdisjoint(inner_ids):
             continue
-        if all(id(part) in here for part in module.modules()):
+        if all(id(part) in module_ids for part in module.modules()):
             initialize()
-        elif any(id(each.tensor) in waiting for each in iterate_own_locations(module)):
+        elif any(id(each.tensor) in uninitialized_ids for each in iterate_own_locations(module)):
             raise PrepareError(
                 f"{type(module).__name__} was built on the meta device, and initializes its own tensors together with "
                 "those of blocks, which are sharded separately; move its own parameters and buffers to a separate module, or build "

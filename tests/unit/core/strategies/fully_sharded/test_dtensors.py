@@ -3,13 +3,13 @@
 from torch.distributed.tensor import DTensor
 
 from headway.core.runtime import process
-from headway.core.strategies.fully_sharded.dtensors import _ITEM, WholeScalars
+from headway.core.strategies.fully_sharded.dtensors import _ITEM, FullScalars
 
 
 def test_handler_is_removed_with_the_runtime() -> None:
     table = DTensor._op_dispatcher._custom_op_handlers
     before = dict(table)
-    scalars = WholeScalars()
+    scalars = FullScalars()
     scalars.register_handler(process.start(cpu=True))
     scalars.register_handler(process.current())
     assert table.keys() - before.keys() == {_ITEM}
@@ -25,7 +25,7 @@ def test_handler_of_another_library_is_kept() -> None:
         pass
 
     table[_ITEM] = other
-    scalars = WholeScalars()
+    scalars = FullScalars()
     scalars.register_handler(process.start(cpu=True))
     process.reset()
     assert table.pop(_ITEM) is other

@@ -7,7 +7,7 @@ from torch import nn
 from headway.core.config.float8 import Float8Options
 from headway.core.config.mesh import Layout
 from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions
-from headway.core.strategies.build import _check_replayed
+from headway.core.strategies.build import _check_automatic_microbatching
 from headway.core.strategies.fully_sharded.units import move_buffers
 from headway.errors import PrepareError, UnsupportedError
 from headway.layouts.context.sequences import check_options
@@ -68,14 +68,14 @@ def test_sequence_parallelism_and_context_parallelism_exclude_each_other() -> No
 def test_layouts_in_which_batches_can_run_again(sizes: dict[str, int], kept: bool | int | None, said: str) -> None:
     options = ShardingOptions(reshard_after_forward=kept)
     if not said:
-        _check_replayed(Layout(**sizes), options, None)
+        _check_automatic_microbatching(Layout(**sizes), options, None)
         return
     with pytest.raises(UnsupportedError, match=said):
-        _check_replayed(Layout(**sizes), options, None)
+        _check_automatic_microbatching(Layout(**sizes), options, None)
 
 
 def test_weights_gathered_in_float8_cannot_run_again() -> None:
     with pytest.raises(UnsupportedError, match="fsdp_all_gather=False"):
-        _check_replayed(Layout(shard=2), ShardingOptions(), Float8Options())
+        _check_automatic_microbatching(Layout(shard=2), ShardingOptions(), Float8Options())
     for float8 in (Float8Options(fsdp_all_gather=False), Float8Options(recipe="rowwise")):
-        _check_replayed(Layout(shard=2), ShardingOptions(), float8)
+        _check_automatic_microbatching(Layout(shard=2), ShardingOptions(), float8)

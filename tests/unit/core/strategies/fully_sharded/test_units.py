@@ -32,7 +32,7 @@ def test_repeated_blocks_are_units_and_tied_weights_stay_with_the_root():
         model = Net(tied)
         units = find_units(model, ShardingOptions())
         assert list_names(model, units) == ["blocks.0", "blocks.1", "blocks.2"]
-        assert units.split == ()
+        assert units.divided_blocks == ()
         assert not units.ignored
 
 
@@ -70,7 +70,7 @@ def test_blocks_that_share_parameters_are_divided_further():
     model.blocks[2][0].weight = model.blocks[0][0].weight  # type: ignore[index]
     units = find_units(model, ShardingOptions())
     assert list_names(model, units) == ["blocks.0.2", "blocks.2.2", "blocks.1"]
-    assert units.split == ("blocks.0", "blocks.2")
+    assert units.divided_blocks == ("blocks.0", "blocks.2")
     inside = Net()
     inside.blocks[1][2].bias = inside.head.bias = None  # type: ignore[index]
     inside.blocks[1].twin = inside.blocks[1][0]  # type: ignore[union-attr]
