@@ -740,7 +740,7 @@ class Accelerator(RankAware):
                 predictions, targets = accelerator.gather_for_metrics((model(inputs), targets))
                 metric.update(predictions, targets)
         """
-        active = self._run.events.active
+        active = self._run.events.active_loaders
         if loader is not None and loader not in active:
             raise StateError(
                 "gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside"

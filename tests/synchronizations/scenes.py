@@ -212,7 +212,7 @@ def workers_pin(fake: FakeDevice) -> list[bool]:
     """Return whether the DataLoader pins memory, without and with workers."""
     accelerator = Accelerator()
     loaders = [DataLoader(list(range(4))), DataLoader(list(range(4)), num_workers=1)]
-    return [accelerator.prepare(loader)._feed.inner.pin_memory for loader in loaders]
+    return [accelerator.prepare(loader)._feed.inner_loader.pin_memory for loader in loaders]
 
 
 def readback(fake: FakeDevice) -> list[float]:

@@ -332,7 +332,7 @@ class WindowReplay(OriginSearch):
         self._models: tuple[torch.nn.Module, ...] = ()
         self.is_armed = self.is_repeating = self.is_spent = False
         self.tracer: OperationTracer | None = None
-        run.events.repeats.append(self._repeat_batches)
+        run.events.pass_wrappers.append(self._repeat_batches)
 
     def _repeat_batches(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches, and record them. After `arm_replay`, yield the batches of its window again.

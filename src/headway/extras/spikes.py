@@ -178,7 +178,7 @@ class SpikeGuard(FiniteGuard):
         run, strategy = self._run, self._strategy
         strategy.capabilities.require("rollback", strategy.name, "use on_spike='skip'")
         rewind = RewindCopies(self.spike_policy.updates, run, (strategy, self), lambda: self._get_state().custom)
-        run.events.before_fetch.append(rewind.before_fetch)
+        run.events.before_fetch_hooks.append(rewind.before_fetch)
         run.hooks.before_learning.append(rewind.before_learning)
         return rewind
 

@@ -164,7 +164,7 @@ class Throughput(ThroughputMeter):
         self.flops_per_sample: float | None = None
         self.flops_per_token: float | None = None
         self._step = step
-        self._active = events.active
+        self._active = events.active_loaders
         self._clock = clock
         self._runtime = runtime
         self._now = now
@@ -187,9 +187,9 @@ class Throughput(ThroughputMeter):
         self._is_count_invalid = False
         self._flop_counter: Any = None
         self._paces = RankPaces(runtime, clock.num_updates)
-        events.before_fetch.append(self._handle_request)
-        events.after_fetch.append(self._handle_arrival)
-        events.after_pass.append(self._handle_pass_end)
+        events.before_fetch_hooks.append(self._handle_request)
+        events.after_fetch_hooks.append(self._handle_arrival)
+        events.after_pass_hooks.append(self._handle_pass_end)
         step.hooks.before_backward.append(self._handle_backward)
 
     # ---------------------------------------------------------------- hooks

@@ -209,10 +209,10 @@ class LoaderRecorder:
         Return None outside of a batch.
         """
         run = self._run
-        active = run.events.active
+        active = run.events.active_loaders
         if not active or not self.num_fetched:
             return None
-        share = active[-1].pass_position.share
+        share = active[-1].pass_position.rank_batch
         if not share.num_rows:
             return None
         index = run.strategy.data_shard.index
@@ -236,7 +236,7 @@ class LoaderRecorder:
         last one is kept if no pass is active: the script ended the pass right after the batch, as `next(iter(loader))`
         does.
         """
-        active, pending = self._run.events.active, self._pending
+        active, pending = self._run.events.active_loaders, self._pending
         self._pending = []
         if not active:
             return [pending[-1][1]] if pending else []

@@ -171,9 +171,9 @@ class RunRecorder:
         self._has_started = self._has_saved = self._is_writing = self._has_ended = False
         self._begin_update()
         events, hooks = run.events, run.hooks
-        events.before_fetch.append(self._before_fetch)
-        events.after_pass.append(self._after_pass)
-        events.repeats.append(self._loaders.watch_loader)
+        events.before_fetch_hooks.append(self._before_fetch)
+        events.after_pass_hooks.append(self._after_pass)
+        events.pass_wrappers.append(self._loaders.watch_loader)
         hooks.before_learning.append(self._before_learning)
         hooks.before_forward.append(self._before_forward)
         hooks.before_backward.append(self._before_backward)
@@ -291,7 +291,7 @@ class RunRecorder:
         if not (model.training and torch.is_grad_enabled()):
             return
         self._record_start()
-        has_loader = bool(self._run.events.active)
+        has_loader = bool(self._run.events.active_loaders)
         if not has_loader and not self._trace.is_recording:
             self._trace.begin_batch(None)
         self._trace.store_inputs(args, kwargs)

@@ -203,7 +203,7 @@ def test_accelerator_creates_the_meter_and_attaches_its_loaders():
     model = nn.Linear(3, 1)
     before = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2))
     model, _optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert not accelerator._run.events.after_fetch
+    assert not accelerator._run.events.after_fetch_hooks
     assert not accelerator._training_step.hooks.before_backward
     meter = accelerator.throughput
     after = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2))

@@ -557,7 +557,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             self._checkpoint_state.progress.reads_from_start = not self.use_stateful_dataloader
             if not self.use_stateful_dataloader:
                 for loader in self._preparation.loaders:
-                    loader.read_from_start()
+                    loader.restart_loaded_epoch()
             return own
         if self.distributed_type not in _REPLICATED:
             raise UnsupportedError(

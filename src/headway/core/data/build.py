@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from headway.core import extensions
 from headway.core.config.run import DataLoaderConfiguration
-from headway.core.data.choose_feed import FeedRecipe
+from headway.core.data.choose_feed import FeedBuilder
 from headway.core.data.feeds.protocol import BatchFeed
 from headway.core.data.loader import LoaderEvents, PreparedLoader
 from headway.core.data.loader_checks import check_loader
@@ -65,7 +65,7 @@ def prepare_loader(
     # Batches of workers were pinned by torch's pinning thread. Without workers, the transfer or the user's loader pins.
     transfer = make_transfer(device, config.non_blocking, are_pinned_fresh=loader.pin_memory or loader.num_workers > 0)
     rules = rules or LoadingRules()
-    recipe = FeedRecipe(
+    recipe = FeedBuilder(
         loader=loader,
         shard=shard,
         config=config,
@@ -78,18 +78,18 @@ def prepare_loader(
         is_placed=device is not None,
     )
     feed = recipe.build_feed()
-    if transfer is not None and transfer.wants_pinned and loader.num_workers:
-        feed.inner.pin_memory = True
+    if transfer is not None and transfer.is_faster_when_pinned and loader.num_workers:
+        feed.inner_loader.pin_memory = True
     prepared = rules.wrap_loader(
         config,
-        source=loader,
+        user_loader=loader,
         feed=feed,
         shard=shard,
         device=device,
         transfer=transfer,
         events=events,
         listeners=_find_epoch_listeners(loader, feed),
-        opens_late=rules.opens_late,
+        draws_order_late=rules.draws_order_late,
         stall_limit=find_stall_limit(loader.dataset),
     )
     if prepared.stall_limit:
@@ -103,7 +103,7 @@ def _find_epoch_listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]
     The method must be called before each epoch.
     """
     samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
-    candidates = *samplers, loader.dataset, feed.inner.dataset
+    candidates = *samplers, loader.dataset, feed.inner_loader.dataset
     found = {id(candidate): candidate for candidate in candidates if callable(getattr(candidate, "set_epoch", None))}
     return list(found.values())
 

@@ -18,13 +18,13 @@ from headway.core.data.compare.fingerprint import (
 from headway.core.data.feeds.dispatch import DispatchFeed
 from headway.core.data.feeds.mapped import MappedFeed
 from headway.core.data.feeds.protocol import BatchFeed
-from headway.core.data.feeds.same_rounds import SameRounds
-from headway.core.data.feeds.shared_rounds import SharedRounds
+from headway.core.data.feeds.row_count_exchange import RowCountExchange
+from headway.core.data.feeds.step_comparison import StepComparison
 from headway.core.data.feeds.stream import OwnShards, StreamFeed, is_shardable
 from headway.core.data.sampling.handover import DatasetHandover
 from headway.core.data.sampling.loader_generator import BaseSeed, LoaderGenerator
 from headway.core.data.sampling.order import LoadingRules, RandomSource, SampleOrder, SamplerOrder, get_length
-from headway.core.data.sampling.rng import Agree
+from headway.core.data.sampling.rng import Broadcast
 from headway.core.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import DataError
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 
 @dataclass
-class FeedRecipe:
+class FeedBuilder:
     """Builder of the `BatchFeed` that reads the batches of a loader.
 
     Attributes:
@@ -67,7 +67,7 @@ class FeedRecipe:
         self.has_seeded_order = self.rules.has_seeded_order(self.config)
         self.base_seed = BaseSeed(self.loader, self.has_seeded_order, self.stream)
         self.is_batched = self.loader.batch_sampler is not None
-        self.is_even = self.config.even_batches and self.shard.count > 1
+        self.even_batches = self.config.even_batches and self.shard.count > 1
         is_dispatched = self.rules.should_dispatch(self.config, _is_stream(self.loader), self.is_placed)
         self.is_dispatched = is_dispatched and self.everyone is not None
         # If several ranks read one shard, workers' RNG states are functions of a seed that is equal on all ranks.
@@ -91,24 +91,29 @@ class FeedRecipe:
                 not fit together, unless `rules` allow different data.
             OptionalDependencyMissing: If the configuration requests torchdata's loader and torchdata is not installed.
         """
-        kind = choose_loader_class(self.loader, self.config)
+        loader_class = choose_loader_class(self.loader, self.config)
         if self.is_dispatched and self.everyone is not None:
-            inner = self._build_stream_feed(kind) if _is_stream(self.loader) else self._build_mapped_feed()
-            length = self.everyone.broadcast_object(get_length(inner))
-            return DispatchFeed(inner, self.everyone, self.shard, self.is_batched, length)
+            inner_loader = (
+                self._build_stream_feed(loader_class) if _is_stream(self.loader) else self._build_mapped_feed()
+            )
+            length = self.everyone.broadcast_object(get_length(inner_loader))
+            return DispatchFeed(inner_loader, self.everyone, self.shard, self.is_batched, length)
         if not _is_stream(self.loader):
             feed = self._build_mapped_feed()
             self._check_lengths(feed)
             return feed
         if self.collectives is not None and is_shardable(self.loader.dataset, self.shard.count):
-            return self._build_sharded_feed(kind, self.collectives)
-        return self._build_stream_feed(kind)
+            return self._build_sharded_feed(loader_class, self.collectives)
+        return self._build_stream_feed(loader_class)
 
     def _build_mapped_feed(self) -> MappedFeed:
         batch_sampler = self.loader.batch_sampler
         split: SampleSplit | BatchSplit
         if not self.is_batched:
-            order, split = self._build_order(self.loader.sampler), SampleSplit(1, self.shard.count, False, self.is_even)
+            order, split = (
+                self._build_order(self.loader.sampler),
+                SampleSplit(1, self.shard.count, False, self.even_batches),
+            )
         elif type(batch_sampler) is BatchSampler:
             size = self._count_samples_per_rank(batch_sampler.batch_size)
             order = self._build_order(batch_sampler.sampler)
@@ -117,7 +122,7 @@ class FeedRecipe:
             full = batch_sampler.batch_size if isinstance(batch_sampler, BatchSampler) else None
             drops_last = getattr(batch_sampler, "drop_last", False) is True
             order = self._build_order(batch_sampler)
-            split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.is_even, full)
+            split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.even_batches, full)
         is_compared = isinstance(order, SamplerOrder) and self.everyone is not None and not self.is_dispatched
         compare = self._compare_order if is_compared else None
         return MappedFeed(
@@ -131,21 +136,21 @@ class FeedRecipe:
             is_seedable=self.has_seeded_order,
             is_shared=self.is_shared,
             reads_ahead=self.rules.reads_ahead,
-            leaves_workers=self.rules.leaves_workers,
+            keeps_torch_worker_seeds=self.rules.keeps_torch_worker_seeds,
             compare_order=compare,
         )
 
-    def _compare_order(self, opening: list[Any]) -> None:
+    def _compare_order(self, first_items: list[Any]) -> None:
         """Raise `DataError` if the ranks' samplers begin a pass with different indices.
 
         If the loading rules allow different data on different ranks, warn once instead. All ranks must call this
         method.
 
         Args:
-            opening: First indices (or first batches of indices) that this rank's sampler yielded in this pass.
+            first_items: First indices (or first batches of indices) that this rank's sampler yielded in this pass.
         """
         assert self.everyone is not None
-        own = take_fingerprint([opening])
+        own = take_fingerprint([first_items])
         if len({row[0] for row in self.everyone.gather_numbers([hash_fingerprint(own)])}) == 1:
             return
         ranks = self.everyone.gather_objects(own)
@@ -164,16 +169,16 @@ class FeedRecipe:
         Args:
             message: Text of the error or warning.
         """
-        if self.rules.refuses_unlike_data:
+        if self.rules.raises_for_unequal_data:
             raise DataError(message)
         log.warning_once("%s", message)
 
     def _build_order(self, sampler: Any) -> SampleOrder:
-        draws = RandomSource(self.config, self.seed, self.stream, self._agree, self.is_synchronized)
+        draws = RandomSource(self.config, self.seed, self.stream, self._broadcast, self.is_synchronized)
         return self.rules.choose_order(sampler, draws)
 
     @property
-    def _agree(self) -> Agree | None:
+    def _broadcast(self) -> Broadcast | None:
         # If one process draws for all, no agreement is needed.
         return None if self.is_dispatched or self.everyone is None else self.everyone.broadcast_object
 
@@ -188,36 +193,36 @@ class FeedRecipe:
                 "and sampler, because Headway divides the samples. If the data is already split, do not prepare the loader"
             )
 
-    def _build_stream_feed(self, kind: type[DataLoader[Any]]) -> StreamFeed:
+    def _build_stream_feed(self, loader_class: type[DataLoader[Any]]) -> StreamFeed:
         split = self._make_split(self._count_samples_per_rank(self.loader.batch_size), self.loader.drop_last)
-        agree = self._agree if self.is_synchronized else None
-        worker_reads_one_rank = split.is_spread and split.count > 1 and self.loader.num_workers > 1
-        rounds = self._build_comparison()
-        handover = DatasetHandover(self.stream, self._agree) if self.rules.compares_streams else None
+        broadcast = self._broadcast if self.is_synchronized else None
+        worker_reads_one_rank = split.spreads_last_step and split.num_ranks > 1 and self.loader.num_workers > 1
+        steps = self._build_comparison()
+        handover = DatasetHandover(self.stream, self._broadcast) if self.rules.compares_iterable_datasets else None
         return StreamFeed(
             loader=self.loader,
             split=split,
             ranks=self.ranks,
             seed=self.seed,
             base_seed=self.base_seed,
-            kind=kind,
-            agree=agree,
+            loader_class=loader_class,
+            broadcast=broadcast,
             is_shared=self.is_shared,
             worker_reads_one_rank=worker_reads_one_rank,
-            agree_rounds=rounds,
+            compare_steps=steps,
             handover=handover,
         )
 
-    def _build_comparison(self) -> SameRounds | None:
+    def _build_comparison(self) -> StepComparison | None:
         """Return the check that all ranks read the same samples, for an iterable dataset that each rank reads in full.
 
         Return None if the samples are not compared.
         """
-        if self.everyone is None or self.is_dispatched or not self.rules.compares_streams:
+        if self.everyone is None or self.is_dispatched or not self.rules.compares_iterable_datasets:
             return None
-        return SameRounds(self.everyone, type(self.loader.dataset).__name__)
+        return StepComparison(self.everyone, type(self.loader.dataset).__name__)
 
-    def _build_sharded_feed(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
+    def _build_sharded_feed(self, loader_class: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
         self._check_sources()
         index, count = self.shard.index, self.shard.count
         dataset = self.loader.dataset.shard(num_shards=count, index=index)  # type: ignore[attr-defined]
@@ -226,18 +231,18 @@ class FeedRecipe:
             dataset=dataset,
             index=index,
             count=count,
-            mark_last=SharedRounds(collectives, self.loader.drop_last),
-            whole_split=self._make_split(size, self.loader.drop_last),
-            mark_whole=self._build_comparison(),
+            mark_last=RowCountExchange(collectives, self.loader.drop_last),
+            full_read_split=self._make_split(size, self.loader.drop_last),
+            compare_full_reads=self._build_comparison(),
         )
-        split = SampleSplit(size, 1, self.loader.drop_last, self.is_even)
+        split = SampleSplit(size, 1, self.loader.drop_last, self.even_batches)
         return StreamFeed(
             loader=self.loader,
             split=split,
             ranks=(0,),
             seed=self.seed,
             base_seed=self.base_seed,
-            kind=kind,
+            loader_class=loader_class,
             shards=shards,
         )
 
@@ -258,8 +263,8 @@ class FeedRecipe:
         self._raise_or_warn(message)
 
     def _make_split(self, size: int, drop_last: bool) -> SampleSplit:
-        is_spread = self.is_batched and self.rules.should_spread(self.is_dispatched)
-        return SampleSplit(size, self.shard.count, drop_last, self.is_even, is_spread)
+        spreads_last_step = self.is_batched and self.rules.should_spread_last_step(self.is_dispatched)
+        return SampleSplit(size, self.shard.count, drop_last, self.even_batches, spreads_last_step)
 
     def _count_samples_per_rank(self, batch_size: int | None) -> int:
         """Return the number of samples that one rank gets per step. It is 1 if the loader does not batch.

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.core.data.feeds.protocol import BatchFeed, State
-from headway.core.data.sampling.position import NOTHING, Position
-from headway.core.data.sampling.shard import ShardIndex
+from headway.core.data.sampling.position import NO_BATCH, Position
+from headway.core.data.sampling.shard import ShardIndex, UpdateSize
 from headway.core.data.transfer import DeviceTransfer
 from headway.errors import DataError
 from headway.log import get_logger
@@ -27,11 +27,12 @@ _EMPTY = (
     "a pass over the loader of %s gave no batch, so nothing was trained or evaluated: the data is empty, or with drop_last=True it "
     "has fewer samples than one batch of all ranks"
 )
-
+"""Message of the warning about a pass without batches."""
 
 _FIXED_BY_TORCH = frozenset(["dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "persistent_workers"])
 _FIXED_AT_PREPARE = frozenset(["num_workers", "generator", "multiprocessing_context", "in_order", "pin_memory_device"])
 _READ_WHEN_A_PASS_BEGINS = frozenset(["collate_fn", "worker_init_fn", "timeout", "pin_memory", "prefetch_factor"])
+"""Names of attributes that the inner loader reads when a pass begins, so that they can be changed between passes."""
 
 
 @dataclass
@@ -44,51 +45,54 @@ class LoaderEvents:
     run would leave them out. `can_stop` detects this.
 
     Attributes:
-        active: Loaders that are being iterated, innermost last.
-        in_hand: One entry for each batch that was yielded and not trained on yet, in order: the loader that yielded it.
-            Training on a micro-batch clears the list.
-        before_fetch: Functions called with the loader before each batch is requested, and once before the end is found.
-        after_fetch: Functions called with the loader when the batch is on its device, or being copied to it.
-        after_pass: Functions called without arguments when a pass has ended or was left early.
-        is_registered: Function that returns whether the script registered a dataset to be saved in checkpoints.
-        prepared: Functions called with each loader that is prepared.
-        repeats: Functions of a loader and the iterator over a pass's (batch, `RankBatch`) pairs. Each returns an
+        active_loaders: Loaders that are being iterated, innermost last. A loader occurs once per pass in progress.
+        untrained_batches: One entry for each batch that was yielded and not trained on yet, in order: the loader that
+            yielded the batch. Training on a micro-batch clears the list.
+        before_fetch_hooks: Functions called with the loader before each batch is requested, and once before the end is
+            found.
+        after_fetch_hooks: Functions called with the loader when the batch is on its device, or being copied to it.
+        after_pass_hooks: Functions called without arguments when a pass has ended or was left early.
+        prepare_hooks: Functions called with each loader that is prepared.
+        pass_wrappers: Functions of a loader and the iterator over a pass's (batch, `RankBatch`) pairs. Each returns an
             iterator that may repeat some of the pairs.
+        is_registered_for_checkpointing: Function that returns whether the script registered a dataset to be saved in
+            checkpoints. Default: False for each dataset.
     """
 
-    active: list["PreparedLoader"] = field(default_factory=list)
-    in_hand: list["PreparedLoader"] = field(default_factory=list)
-    before_fetch: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
-    after_fetch: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
-    after_pass: list[Callable[[], None]] = field(default_factory=list)
-    is_registered: Callable[[object], bool] = lambda dataset: False
-    prepared: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
-    repeats: list[Callable[["PreparedLoader", Iterator[Any]], Iterator[Any]]] = field(default_factory=list)
+    active_loaders: list["PreparedLoader"] = field(default_factory=list)
+    untrained_batches: list["PreparedLoader"] = field(default_factory=list)
+    before_fetch_hooks: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
+    after_fetch_hooks: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
+    after_pass_hooks: list[Callable[[], None]] = field(default_factory=list)
+    prepare_hooks: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
+    pass_wrappers: list[Callable[["PreparedLoader", Iterator[Any]], Iterator[Any]]] = field(default_factory=list)
+    is_registered_for_checkpointing: Callable[[object], bool] = lambda dataset: False
 
-    def can_stop(self, loader: "PreparedLoader", most: int = 1) -> bool:
-        """Whether the run may stop before `loader` yields its next batch.
+    def can_stop(self, loader: "PreparedLoader", max_collected: int = 1) -> bool:
+        """Whether all batches that were yielded have been trained on, so that a state saved now would leave out none.
 
-        It may stop if all batches that were yielded have been trained on.
+        If the script has already collected `max_collected` batches from `loader` and now requests another one, it has
+        dropped them. They are then removed from `untrained_batches`, and so are the batches that other loaders yielded
+        after the first of them.
 
         Args:
             loader: Loader whose next batch is requested.
-            most: Maximum number of batches that the script may collect from `loader` before it trains on them. If it
-                has already collected this many, they count as trained on, and so do batches that other loaders yielded
-                after the first of them. Default: 1.
+            max_collected: Maximum number of batches that the script may collect from `loader` before it trains on them.
+                Default: 1.
         """
-        if self.in_hand.count(loader) >= most:
-            del self.in_hand[self.in_hand.index(loader) :]
-        return not self.in_hand
+        if self.untrained_batches.count(loader) >= max_collected:
+            del self.untrained_batches[self.untrained_batches.index(loader) :]
+        return not self.untrained_batches
 
     def end_pass(self, loader: "PreparedLoader") -> None:
-        """Remove the innermost pass over `loader` from `active`, and the loader's untrained batches from `in_hand`.
+        """Remove the innermost pass over `loader` from `active_loaders`, and all of its batches from `untrained_batches`.
 
         Several passes over a loader may be in progress at once.
         """
-        self.in_hand[:] = [each for each in self.in_hand if each is not loader]
-        for index in reversed(range(len(self.active))):
-            if self.active[index] is loader:
-                del self.active[index]
+        self.untrained_batches[:] = [each for each in self.untrained_batches if each is not loader]
+        for index in reversed(range(len(self.active_loaders))):
+            if self.active_loaders[index] is loader:
+                del self.active_loaders[index]
                 return
 
 
@@ -96,17 +100,17 @@ class LazyIterator(Iterator[Any]):
     """Iterator over one epoch that starts the pass only when the first batch is requested.
 
     Args:
-        open_pass: Function that starts the pass and returns an iterator over its batches.
+        start_pass: Function that starts the pass and returns an iterator over its batches.
     """
 
-    def __init__(self, open_pass: Callable[[], Iterator[Any]]) -> None:
-        self._open_pass = open_pass
-        self._pass: Iterator[Any] | None = None
+    def __init__(self, start_pass: Callable[[], Iterator[Any]]) -> None:
+        self._start_pass = start_pass
+        self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        if self._pass is None:
-            self._pass = self._open_pass()
-        return next(self._pass)
+        if self._batches is None:
+            self._batches = self._start_pass()
+        return next(self._batches)
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -115,59 +119,60 @@ class PreparedLoader(DataLoader[Any]):
     It is an instance of DataLoader. Attributes that it lacks are read from the user's loader.
 
     Args:
-        source: User's loader.
+        user_loader: User's loader.
         feed: Reader of this rank's batches.
         shard: Data shard of this rank.
         device: Device of the batches; None to leave them where the loader creates them.
         transfer: Function that moves batches to the device; None if nothing is moved.
         events: Callbacks of the run's loaders, and record of the passes in progress.
         listeners: Objects whose `set_epoch` is called with each epoch's number.
-        opens_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
-            as torch's loaders do. Default: False.
+        draws_order_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in
+            `iter()`, as torch's loaders do. Default: False.
         stall_limit: Seconds for which a read of the dataset may wait for remote storage; 0.0 if the dataset does not
             use remote storage. Default: 0.0.
 
     Attributes:
-        pass_position: Current epoch, number of consumed samples, and `RankBatch` of the current batch (`share`). Code
-            that runs once per batch reads this object directly, which is faster than the loader's properties. Loaders
-            returned by `skip` share this object.
-        requested_window: Pair of (samples per update, batches per rank and update) as set by `request_window`; (0, 0)
-            if not set.
-        was_measured: Whether `len()` of this loader has been called.
+        device: Device of the batches; None if they stay where the loader creates them.
+        pass_position: Current epoch, number of consumed samples, and `RankBatch` of the current batch (`rank_batch`).
+            Code that runs once per batch reads this object directly, which is faster than the loader's properties.
+            Loaders returned by `skip` share this object.
+        requested_update_size: Size of an update as set by `request_update_size`; `UpdateSize(0, 0)` if not set.
+        was_len_called: Whether `len()` of this loader has been called.
+        stall_limit: Seconds for which a read of the dataset may wait for remote storage; 0.0 if it never does.
     """
 
     def __init__(
         self,
-        source: DataLoader[Any],
+        user_loader: DataLoader[Any],
         feed: BatchFeed,
         shard: ShardIndex,
         device: torch.device | None,
         transfer: DeviceTransfer | None,
         events: LoaderEvents,
         listeners: Sequence[Any],
-        opens_late: bool = False,
+        draws_order_late: bool = False,
         stall_limit: float = 0.0,
     ) -> None:
         # Do not call DataLoader.__init__: the feed's loader reads the data, and this object only has the type.
         self.device = device
-        self._source = source
+        self._user_loader = user_loader
         self._feed = feed
         self._shard = shard
         self._transfer = transfer
         self._events = events
         self._listeners = listeners
         self.pass_position = Position()
-        self.requested_window = (0, 0)
-        self._opens_late = opens_late
+        self.requested_update_size = UpdateSize(0, 0)
+        self._draws_order_late = draws_order_late
         self._num_skipped = 0
-        self.was_measured = False
+        self.was_len_called = False
         self.stall_limit = stall_limit
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for missing attributes. Before __init__ (e.g. while unpickling) there is no source.
-        if name.startswith("__") or "_source" not in self.__dict__:
+        # Called only for missing attributes. Before __init__ (e.g. while unpickling) there is no user's loader.
+        if name.startswith("__") or "_user_loader" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self._source, name)
+        return getattr(self._user_loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this loader.
@@ -187,12 +192,12 @@ class PreparedLoader(DataLoader[Any]):
                 "DataLoader before you prepare() it"
             )
         if name in _READ_WHEN_A_PASS_BEGINS:
-            setattr(self._source, name, value)
+            setattr(self._user_loader, name, value)
             self._feed.set_loader_option(name, value)
         elif name in _FIXED_BY_TORCH:
-            setattr(self._source, name, value)  # raises torch's ValueError
-        elif "_source" in self.__dict__ and name in vars(self._source) and name not in self.__dict__:
-            setattr(self._source, name, value)  # methods of the user's own class read it there
+            setattr(self._user_loader, name, value)  # raises torch's ValueError
+        elif "_user_loader" in self.__dict__ and name in vars(self._user_loader) and name not in self.__dict__:
+            setattr(self._user_loader, name, value)  # methods of the user's own class read it there
         else:
             super().__setattr__(name, value)
 
@@ -204,91 +209,107 @@ class PreparedLoader(DataLoader[Any]):
         Leaving the loop with `break` ends the epoch, so the next pass reads the next epoch. The pass is empty after
         `stop`, or if `skip_passes` made it empty.
         """
-        return LazyIterator(self._start_pass) if self._opens_late else self._start_pass()
+        return LazyIterator(self._start_pass) if self._draws_order_late else self._start_pass()
 
     def _start_pass(self) -> Iterator[Any]:
-        if self.pass_position.is_stopped or self.pass_position.is_over_already():
+        """Draw the random numbers that torch's loader draws in `iter()`, and return an iterator over the batches."""
+        if self.pass_position.is_stopped or self.pass_position.take_empty_pass():
             return iter(())
-        if self.pass_position.is_from_start and not self._num_skipped:
-            self._rewind_epoch()
-        elif self.pass_position.is_from_start and self._num_skipped * (self._feed.round_size or 0) == self.num_consumed:
-            self._num_skipped = 0  # the loaded state is already at this position, and has the workers' RNG states too
+        if self.pass_position.restarts_epoch:
+            num_skipped_samples = self._num_skipped * (self._feed.samples_per_step or 0)
+            if not self._num_skipped:
+                self._rewind_epoch()
+            elif num_skipped_samples == self.num_consumed:
+                # The loaded state is already at this position, and has the workers' RNG states too.
+                self._num_skipped = 0
         # Draw now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
-        self._feed.open_pass()
+        self._feed.draw_iter_seeds()
         iterator = self._iterate_pass()
-        if self.pass_position.is_waiting:
+        if self.pass_position.is_resume_pending:
             # `zip` may end with another loader's pass before it requests a batch from this one.
-            weakref.finalize(iterator, self._end_unbegun, self.pass_position.num_passes).atexit = False
+            # The loaded epoch then counts as read, as for a pass that was left by `break`.
+            finalizer = weakref.finalize(iterator, self._end_epoch_if_unread, self.pass_position.num_passes)
+            finalizer.atexit = False
         return iterator
 
     def _rewind_epoch(self) -> None:
+        """Move the loaded position to the start of its epoch or, if all of the epoch was read, to the next epoch."""
         if self._is_at_end():
             self._pass_to_end()
         else:
-            self.pass_position.consumed = 0
+            self.pass_position.num_consumed = 0
 
     def _pass_to_end(self) -> None:
         """Run an empty pass over an epoch that was read to its end before the save, to draw its random numbers.
 
         The next epoch then gets the order that it would have had without the interruption.
         """
-        self._feed.open_pass()
+        self._feed.draw_iter_seeds()
         for _ in self._iterate_pass():
             pass
 
     def _is_at_end(self) -> bool:
+        """Whether the loaded position is in the last step of its epoch. False if the data has no length."""
         if self.pass_position.is_at_end:
             return True
         try:
-            num_rounds = len(self._feed)
+            num_steps = len(self._feed)
         except TypeError:
             return False
-        size = self._feed.round_size
-        first_of_last = self.total_dataset_length - 1 if size is None else (num_rounds - 1) * size
-        return self.pass_position.consumed > first_of_last
+        samples_per_step = self._feed.samples_per_step
+        if samples_per_step is None:
+            # The last step cannot be located if steps differ in size, so only a completely read epoch is at its end.
+            last_step_start = self.total_dataset_length - 1
+        else:
+            last_step_start = (num_steps - 1) * samples_per_step
+        return self.pass_position.num_consumed > last_step_start
 
-    def _end_unbegun(self, num_passes: int) -> None:
+    def _end_epoch_if_unread(self, num_passes: int) -> None:
+        """End the loaded epoch if no pass has started since `num_passes` passes had started."""
         if self.pass_position.num_passes == num_passes:
             self.end_loaded_epoch()
 
     def _iterate_pass(self) -> Iterator[Any]:
+        """Yield the batches of a pass, and update `pass_position` and the records of `LoaderEvents` with each batch."""
         position = self.pass_position
-        number = position.start_pass()
+        pass_number = position.start_pass()
         self._announce_epoch(position.epoch)
-        self._feed.keep_dataset_state(self._events.is_registered(self._source.dataset))
-        position.consumed, deliveries = self._feed.start_pass(position.epoch, position.consumed, self._num_skipped)
+        self._feed.set_dataset_state_saving(self._events.is_registered_for_checkpointing(self._user_loader.dataset))
+        position.num_consumed, deliveries = self._feed.start_pass(
+            position.epoch, position.num_consumed, self._num_skipped
+        )
         events = self._events
-        for repeat in events.repeats:
-            deliveries = repeat(self, deliveries)
-        events.active.append(self)
+        for wrap_pass in events.pass_wrappers:
+            deliveries = wrap_pass(self, deliveries)
+        events.active_loaders.append(self)
         try:
-            for told in events.before_fetch:
-                told(self)
-            for batch, share in deliveries:
+            for hook in events.before_fetch_hooks:
+                hook(self)
+            for batch, rank_batch in deliveries:
                 if self._transfer is not None:
                     batch = self._transfer(batch)
-                position.share = share
-                position.previous = position.consumed
-                position.consumed += share.num_samples
-                events.in_hand.append(self)
-                for told in events.after_fetch:
-                    told(self)
+                position.rank_batch = rank_batch
+                position.num_consumed_before = position.num_consumed
+                position.num_consumed += rank_batch.num_samples
+                events.untrained_batches.append(self)
+                for hook in events.after_fetch_hooks:
+                    hook(self)
                 yield batch
                 if position.is_stopped:
                     return
-                for told in events.before_fetch:
-                    told(self)
-            if not position.consumed and not self._num_skipped:
+                for hook in events.before_fetch_hooks:
+                    hook(self)
+            if not position.num_consumed and not self._num_skipped:
                 log.warning_once(_EMPTY, type(self.dataset).__name__)
             position.end_epoch()
-        except GeneratorExit as left:
-            position.record_exit(number, left.__context__)
+        except GeneratorExit as generator_exit:
+            position.record_exit(pass_number, generator_exit.__context__)
             raise
         finally:
             self._num_skipped = 0
             events.end_pass(self)
-            for end in events.after_pass:
-                end()
+            for end_hook in events.after_pass_hooks:
+                end_hook()
 
     def stop(self) -> None:
         """End the current pass after the current batch. Later passes yield nothing until `load_state_dict` is called.
@@ -310,13 +331,13 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             TypeError: If the data has no length.
         """
-        self.was_measured = True
+        self.was_len_called = True
         return max(0, len(self._feed) - self._num_skipped)
 
     def count_batches(self) -> int:
         """Return the number of batches in a complete pass on this rank; 0 if unknown.
 
-        Unlike `len()`, it leaves `was_measured` unchanged.
+        Unlike `len()`, it leaves `was_len_called` unchanged.
         """
         try:
             return len(self._feed)
@@ -346,7 +367,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def is_last(self) -> bool:
         """Whether the current batch is the last of the epoch."""
-        return self.pass_position.share.is_last
+        return self.pass_position.rank_batch.is_last
 
     @property
     def num_rows(self) -> int | None:
@@ -354,7 +375,7 @@ class PreparedLoader(DataLoader[Any]):
 
         They can always be counted if the loader builds batches (`batch_size` is not None). None before the first batch.
         """
-        return self.pass_position.share.num_rows
+        return self.pass_position.rank_batch.num_rows
 
     @property
     def valid_counts(self) -> tuple[int, ...] | None:
@@ -362,12 +383,12 @@ class PreparedLoader(DataLoader[Any]):
 
         Padding rows come last.
         """
-        return self.pass_position.share.valid_counts
+        return self.pass_position.rank_batch.valid_counts
 
     @property
     def num_valid(self) -> int | None:
         """Number of non-padding rows in the current batch of this rank; None if unknown. Padding rows come last."""
-        counts = self.pass_position.share.valid_counts
+        counts = self.pass_position.rank_batch.valid_counts
         return None if counts is None else counts[self._shard.index]
 
     @property
@@ -394,12 +415,12 @@ class PreparedLoader(DataLoader[Any]):
 
         If the loader does not batch (`batch_size=None`), the dataset's items are counted.
         """
-        return self.pass_position.consumed
+        return self.pass_position.num_consumed
 
     @property
     def num_consumed_before(self) -> int:
         """Number of non-padding samples that this epoch has yielded before the current batch, on all ranks together."""
-        return self.pass_position.previous
+        return self.pass_position.num_consumed_before
 
     @property
     def is_running(self) -> bool:
@@ -414,7 +435,7 @@ class PreparedLoader(DataLoader[Any]):
         False if the epoch was left early (by `break`), because the next pass then reads another epoch.
         """
         position = self.pass_position
-        return position.is_waiting or (position.is_running and not position.is_left)
+        return position.is_resume_pending or (position.is_running and not position.is_abandoned)
 
     @property
     def epoch_at_resume(self) -> int:
@@ -422,15 +443,15 @@ class PreparedLoader(DataLoader[Any]):
 
         While a pass is in progress, this is the current epoch. Otherwise the next pass in this process reads it too.
         """
-        return self.pass_position.next_epoch if self.pass_position.is_left else self.pass_position.epoch
+        return self.pass_position.next_epoch if self.pass_position.is_abandoned else self.pass_position.epoch
 
     def end_loaded_epoch(self) -> None:
         """End a resumed epoch whose pass has not started yet, so that the next pass reads the next epoch.
 
         If there is no such epoch, only undo `skip_passes`. A pass in progress is not affected.
         """
-        self.pass_position.num_over = 0
-        if self.pass_position.is_waiting:
+        self.pass_position.num_empty_passes = 0
+        if self.pass_position.is_resume_pending:
             self.pass_position.end_epoch()
             self._feed.load_state({})
 
@@ -443,7 +464,7 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             count: Number of passes to make empty.
         """
-        self.pass_position.num_over = count
+        self.pass_position.num_empty_passes = count
 
     @property
     def num_passes(self) -> int:
@@ -451,9 +472,9 @@ class PreparedLoader(DataLoader[Any]):
         return self.pass_position.num_passes
 
     @property
-    def is_fresh(self) -> bool:
+    def has_no_batch_yet(self) -> bool:
         """Whether the latest pass has yielded no batch so far. Also True if no pass has started."""
-        return self.pass_position.share is NOTHING
+        return self.pass_position.rank_batch is NO_BATCH
 
     @property
     def seed(self) -> int:
@@ -472,9 +493,9 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             epoch: Number of the epoch.
         """
-        if self.pass_position.is_waiting and epoch != self.pass_position.epoch and self._is_at_end():
+        if self.pass_position.is_resume_pending and epoch != self.pass_position.epoch and self._is_at_end():
             self._pass_to_end()  # the state was saved while the last batch was being processed
-        if not self.pass_position.pin_epoch(epoch):
+        if not self.pass_position.set_next_epoch(epoch):
             self._feed.load_state({})  # the loaded state belongs to another epoch
         self._announce_epoch(epoch)
 
@@ -489,11 +510,11 @@ class PreparedLoader(DataLoader[Any]):
         epoch. The key "source" holds the state of the sampler or dataset, if any. The result is equal on every rank,
         except that a StatefulDataLoader adds the state of this rank's own shards.
         """
-        source = self._feed.state(self.pass_position.is_running)
-        return {**self.pass_position.state_dict(), **({"source": source} if source else {})}
+        feed_state = self._feed.state(self.pass_position.is_running)
+        return {**self.pass_position.state_dict(), **({"source": feed_state} if feed_state else {})}
 
-    def run_state(self, is_brief: bool = False) -> State:
-        """Return this loader's entry in a checkpoint of the run.
+    def checkpoint_state(self, is_brief: bool = False) -> State:
+        """Return this loader's entry in a checkpoint of the run, with the keys of `state_dict`.
 
         Unlike in `state_dict`, a pass that was left early (by `break`) counts as finished.
 
@@ -502,13 +523,13 @@ class PreparedLoader(DataLoader[Any]):
                 and a run can still resume at the current batch. Default: False.
         """
         position = self.pass_position
-        if position.is_left:
-            left = self._feed.state_after_break()
-            return {"epoch": position.next_epoch, "consumed": 0, **({"source": left} if left else {})}
+        if position.is_abandoned:
+            feed_state = self._feed.state_after_break()
+            return {"epoch": position.next_epoch, "consumed": 0, **({"source": feed_state} if feed_state else {})}
         if not is_brief:
             return self.state_dict()
-        source = self._feed.position_state() if position.is_running else self._feed.state(False)
-        return {**position.state_dict(), "source": source}
+        feed_state = self._feed.position_state() if position.is_running else self._feed.state(False)
+        return {**position.state_dict(), "source": feed_state}
 
     def load_state_dict(self, state: State) -> None:
         """Load a saved position, from which the next pass resumes. The world size may have changed since the save.
@@ -516,7 +537,7 @@ class PreparedLoader(DataLoader[Any]):
         Consumed samples of a map-style dataset are usually not fetched.
 
         Args:
-            state: State returned by `state_dict` or `run_state`.
+            state: State returned by `state_dict` or `checkpoint_state`.
 
         Raises:
             StateError: If `state` lacks "epoch" or "consumed".
@@ -524,13 +545,13 @@ class PreparedLoader(DataLoader[Any]):
         self.pass_position.load_state_dict(state)
         self._feed.load_state(state.get("source", {}))
 
-    def read_from_start(self) -> None:
+    def restart_loaded_epoch(self) -> None:
         """Make the next pass read the loaded epoch again from its first batch, in the original order.
 
         Do nothing if no position inside an epoch was loaded. Batches that the script skips with `skip` are still
         skipped. If the state was saved after the last batch of its epoch, the next pass reads the next epoch.
         """
-        self.pass_position.is_from_start = self.pass_position.is_waiting
+        self.pass_position.restarts_epoch = self.pass_position.is_resume_pending
 
     # ---------------------------------------------------------------- sizes and settings
 
@@ -540,52 +561,53 @@ class PreparedLoader(DataLoader[Any]):
 
         If the loader does not batch (`batch_size=None`), the dataset's items are counted.
         """
-        return self._feed.round_size
+        return self._feed.samples_per_step
 
     @property
-    def step_size(self) -> int | None:
+    def configured_samples_per_step(self) -> int | None:
         """Number of samples per step over all ranks, as configured in the user's DataLoader; None if it varies.
 
         A resumed run may use other batch sizes to keep the number of samples per update. `total_batch_size` then
         differs from this number.
         """
-        return self._feed.step_size
+        return self._feed.configured_samples_per_step
 
-    def can_fit_window(self, window: int, num_rounds: int) -> bool:
-        """Whether `num_rounds` batches per rank can hold `window` samples per update.
+    def can_fit_update(self, samples_per_update: int, num_steps: int) -> bool:
+        """Whether `num_steps` batches per rank can hold `samples_per_update` samples per update.
 
         Batches may be smaller than the configured batch size, but not larger.
 
         Args:
-            window: Number of samples per gradient update over all ranks.
-            num_rounds: Number of batches per rank and update.
+            samples_per_update: Number of samples per gradient update over all ranks.
+            num_steps: Number of batches per rank and update.
         """
-        return self._feed.can_fit_window(window, num_rounds)
+        return self._feed.can_fit_update(samples_per_update, num_steps)
 
-    def request_window(self, window: int, num_rounds: int, unit: int) -> None:
+    def request_update_size(self, samples_per_update: int, num_steps: int, drop_multiple: int) -> None:
         """Use the number of samples per gradient update that the script requests, from the next pass on.
 
-        The first two values are stored in `requested_window`. In contrast, `keep_window` is used for the number that a
-        checkpoint requires, and does not change `requested_window`.
+        The first two values are stored in `requested_update_size`. In contrast, `set_update_size` is used for the number
+        that a checkpoint requires, and does not change `requested_update_size`.
 
         Args:
-            window: Number of samples per update, over all ranks.
-            num_rounds: Number of batches per rank and update.
-            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
+            samples_per_update: Number of samples per update, over all ranks.
+            num_steps: Number of batches per rank and update.
+            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of
+                samples.
         """
-        self.requested_window = (window, num_rounds)
-        self.keep_window(window, num_rounds, unit)
+        self.requested_update_size = UpdateSize(samples_per_update, num_steps)
+        self.set_update_size(samples_per_update, num_steps, drop_multiple)
 
-    def keep_window(self, window: int, num_rounds: int, unit: int = 1) -> None:
-        """Use `window` samples per gradient update from the next pass on.
+    def set_update_size(self, samples_per_update: int, num_steps: int, drop_multiple: int = 1) -> None:
+        """Use `samples_per_update` samples per gradient update from the next pass on.
 
         Args:
-            window: Number of samples per update, over all ranks; 0 to return to this loader's settings.
-            num_rounds: Number of batches per rank and update.
-            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
-                Default: 1.
+            samples_per_update: Number of samples per update, over all ranks; 0 to return to this loader's settings.
+            num_steps: Number of batches per rank and update.
+            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of
+                samples. Default: 1.
         """
-        self._feed.keep_window(window, num_rounds, unit)
+        self._feed.set_update_size(samples_per_update, num_steps, drop_multiple)
 
     @property
     def total_dataset_length(self) -> int:
@@ -594,7 +616,7 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             TypeError: If the dataset has no length.
         """
-        return len(self._source.dataset)  # type: ignore[arg-type]
+        return len(self._user_loader.dataset)  # type: ignore[arg-type]
 
     @property
     def even_batches(self) -> bool:
@@ -602,9 +624,9 @@ class PreparedLoader(DataLoader[Any]):
 
         A change takes effect with the next pass. The value stays False if there is only one data shard.
         """
-        return self._feed.is_even
+        return self._feed.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
         # A single rank has nothing to even out.
-        self._feed.is_even = value and self._shard.count > 1
+        self._feed.even_batches = value and self._shard.count > 1

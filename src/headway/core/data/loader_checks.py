@@ -29,11 +29,11 @@ def check_loader(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderC
         DataError: If the loader overrides `__iter__`, shuffles a dataset that has an order of its own, or is already
             split by rank. Also if `split_batches` cannot divide its batches by the number of shards.
     """
-    kind = type(loader)
-    if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
+    loader_class = type(loader)
+    if loader_class.__iter__ is not DataLoader.__iter__ and not loader_class.__module__.startswith("torchdata."):
         raise DataError(
-            f"{kind.__name__} overrides DataLoader.__iter__, which Headway replaces to divide the data among ranks; move "
-            "its code into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
+            f"{loader_class.__name__} overrides DataLoader.__iter__, which Headway replaces to divide the data among ranks; "
+            "move its code into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
         )
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:

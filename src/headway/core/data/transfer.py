@@ -23,10 +23,10 @@ class BlockingTransfer:
         device: Target device.
 
     Attributes:
-        wants_pinned: Whether batches in pinned memory are moved faster. Always False.
+        is_faster_when_pinned: Whether batches in pinned memory are moved faster. Always False.
     """
 
-    wants_pinned = False
+    is_faster_when_pinned = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,10 +48,10 @@ class SideStreamTransfer:
             the queued computation).
 
     Attributes:
-        wants_pinned: Whether batches in pinned memory are moved faster. Always True.
+        is_faster_when_pinned: Whether batches in pinned memory are moved faster. Always True.
     """
 
-    wants_pinned = True
+    is_faster_when_pinned = True
 
     def __init__(self, device: torch.device, are_pinned_fresh: bool) -> None:
         self._device = device

@@ -413,7 +413,7 @@ class TrainingStep(ABC):
         windows = self.windows
         shard = self.strategy.data_shard
         loader = windows.loader
-        counts = None if loader is None else loader.pass_position.share.valid_counts
+        counts = None if loader is None else loader.pass_position.rank_batch.valid_counts
         if weight is not None:
             is_only_padding = counts is not None and counts[shard.index] == 0
             return LossWeight(0.0 if is_only_padding else weight, None if shard.count > 1 else weight)

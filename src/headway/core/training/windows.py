@@ -271,8 +271,9 @@ class AccumulationWindows:
         self.sync_with_loader = sync_with_loader
         self.sync_each = sync_each
         self.clips_partial_gradients = clips_partial_gradients
-        self.active = events.active
-        self._unused_reads = events.in_hand  # the loader of each batch that was read since the last micro-batch began
+        self.active = events.active_loaders
+        # The loader of each batch that was read since the last micro-batch began.
+        self._unused_reads = events.untrained_batches
         self.restart_listeners: list[Callable[[], None]] = []
         self.current = AccumulationWindow()
         self.has_several_windows = False
@@ -352,7 +353,7 @@ class AccumulationWindows:
             self._unused_reads.clear()
         elif self._was_saved_in_round and window.num_done == 1:
             log.warning_once(_SAVED_IN_ROUND, self._num_in_round)
-        return self.sync_with_loader and loader is not None and loader.pass_position.share.is_last
+        return self.sync_with_loader and loader is not None and loader.pass_position.rank_batch.is_last
 
     def _is_complete(self, window: AccumulationWindow, is_end: bool) -> bool:
         """Whether the current micro-batch completes its accumulation window.

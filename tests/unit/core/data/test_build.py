@@ -105,12 +105,12 @@ def test_all_settings_reach_the_loader_that_reads():
         Numbers(8), batch_size=2, num_workers=1, collate_fn=list, pin_memory=True, timeout=9, worker_init_fn=init_worker,
         multiprocessing_context="spawn", prefetch_factor=3, persistent_workers=True, in_order=False,
     )  # fmt: skip
-    inner = prepare(source)._feed.inner
+    inner_loader = prepare(source)._feed.inner_loader
     for name in (
         "dataset", "num_workers", "collate_fn", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn",
         "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order",
     ):  # fmt: skip
-        assert getattr(inner, name) == getattr(source, name), name
+        assert getattr(inner_loader, name) == getattr(source, name), name
 
 
 def test_in_order_false_needs_equal_rounds():

@@ -105,7 +105,7 @@ def test_base_seed_of_workers_is_a_function_of_seed_and_epoch():
         out = []
         for _ in range(2):
             list(loader)
-            out.append(loader._feed.inner.generator.initial_seed())
+            out.append(loader._feed.inner_loader.generator.initial_seed())
         return out
 
     assert list_base_seeds(1) == list_base_seeds(1)
@@ -294,7 +294,7 @@ def test_generator_of_a_sampler_or_stream_continues_after_a_break_and_a_resume(k
     whole = build()
     read_rows(whole)
     next(iter(whole))
-    state = json.loads(json.dumps(whole.run_state()))
+    state = json.loads(json.dumps(whole.checkpoint_state()))
     wanted = [read_rows(whole), read_rows(whole)]
     resumed = build()
     resumed.load_state_dict(state)

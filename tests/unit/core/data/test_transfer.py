@@ -19,7 +19,7 @@ def test_device_without_streams_uses_blocking_transfers():
     for non_blocking in (None, True, False):
         transfer = make_transfer(META, non_blocking)
         assert isinstance(transfer, BlockingTransfer)
-        assert not transfer.wants_pinned
+        assert not transfer.is_faster_when_pinned
     moved = transfer({"x": torch.ones(2), "text": ["a"]})
     assert (moved["x"].device, moved["text"]) == (META, ["a"])
 
@@ -32,6 +32,6 @@ class Stream(IterableDataset):
 def test_workers_still_pin_memory_after_the_rounds_change():
     """Pinning is set on the inner loader if batches go to an accelerator. Otherwise, the main thread would pin."""
     feed = prepare(DataLoader(Stream(), batch_size=4, num_workers=1))._feed
-    feed.inner.pin_memory = True
-    feed.keep_window(4, 2, 1)
-    assert (feed.inner.batch_size, feed.inner.pin_memory) == (2, True)
+    feed.inner_loader.pin_memory = True
+    feed.set_update_size(4, 2, 1)
+    assert (feed.inner_loader.batch_size, feed.inner_loader.pin_memory) == (2, True)

@@ -39,7 +39,7 @@ class _WholePasses(Position):
     @property
     def next_epoch(self) -> int:
         """Number of the epoch that the next loop reads. It is the current epoch if the last loop ended early."""
-        return self.epoch if self._left_under and self._pinned is None else super().next_epoch
+        return self.epoch if self.was_left_early and self._requested_next_epoch is None else super().next_epoch
 
 
 class _AcceleratesLoader(PreparedLoader):
@@ -112,7 +112,7 @@ class _AcceleratesLoader(PreparedLoader):
 
         The unpickled loader starts at the first epoch.
         """
-        return _prepare_for_shard, (self._source, self._config, self._shard, self.device)
+        return _prepare_for_shard, (self._user_loader, self._config, self._shard, self.device)
 
     @property  # type: ignore[misc]  # it cannot be assigned
     def __class__(self) -> Any:
@@ -120,12 +120,12 @@ class _AcceleratesLoader(PreparedLoader):
 
         It is torchdata's StatefulDataLoader if that class reads the data, else the loader's own class.
         """
-        return choose_loader_class(self._source, self._config) if self.use_stateful_dataloader else type(self)
+        return choose_loader_class(self._user_loader, self._config) if self.use_stateful_dataloader else type(self)
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
         """DataLoader that the script passed to `prepare`."""
-        return self._source
+        return self._user_loader
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -138,7 +138,7 @@ class _AcceleratesLoader(PreparedLoader):
 
         0 if the last global batch is complete. -1 if the number is not known yet, or if incomplete batches are dropped.
         """
-        return -1 if self.is_fresh or self.drop_last else remainder(self)
+        return -1 if self.has_no_batch_yet or self.drop_last else remainder(self)
 
     @property
     def iteration(self) -> int:
@@ -162,7 +162,7 @@ class _AcceleratesLoader(PreparedLoader):
     @property
     def use_stateful_dataloader(self) -> bool:
         """Whether torchdata's StatefulDataLoader reads the data."""
-        return choose_loader_class(self._source, self._config) is not DataLoader
+        return choose_loader_class(self._user_loader, self._config) is not DataLoader
 
 
 class DataLoaderShard(_AcceleratesLoader):
@@ -181,8 +181,8 @@ class ShardRules(LoadingRules):
     Rank 0 reads iterable datasets for all ranks, unless `dispatch_batches=False`.
     """
 
-    refuses_unlike_data = False
-    compares_streams = False
+    raises_for_unequal_data = False
+    compares_iterable_datasets = False
 
     def should_dispatch(self, config: DataLoaderConfiguration, is_stream: bool, is_placed: bool) -> bool:
         """Whether rank 0 reads the data for all ranks.
@@ -199,7 +199,7 @@ class ShardRules(LoadingRules):
             return is_stream and is_placed
         return config.dispatch_batches
 
-    def should_spread(self, is_dispatched: bool) -> bool:
+    def should_spread_last_step(self, is_dispatched: bool) -> bool:
         """Whether an incomplete last global batch is split evenly among the ranks.
 
         This is the case if rank 0 reads the data for all ranks.
@@ -301,7 +301,7 @@ def _prepare_for_shard(
         config=config,
         device=device,
         collectives=Collectives(state.runtime) if is_run else None,
-        events=LoaderEvents() if windows is None else LoaderEvents(active=windows.active),
+        events=LoaderEvents() if windows is None else LoaderEvents(active_loaders=windows.active),
         seed=torch.initial_seed() if config.data_seed is None else config.data_seed,
         rng_types=("generator",) if rng_types is None else [str(each) for each in rng_types],
         stream=LoaderGenerator(is_private=shard.count > 1),
@@ -368,9 +368,9 @@ class AccelerateRules(ShardRules):
     """Loading rules of an Accelerator that match Accelerate's sample orders, random numbers and last batches."""
 
     reads_ahead = True
-    leaves_workers = True
-    opens_late = True
-    parts_streams = False
+    keeps_torch_worker_seeds = True
+    draws_order_late = True
+    separates_rng_streams = False
 
     def choose_order(self, sampler: Any, draws: RandomSource) -> SampleOrder:
         """Return the sample order for a sampler or batch sampler, shuffled as Accelerate would shuffle it.
@@ -382,10 +382,10 @@ class AccelerateRules(ShardRules):
         if type(sampler) is RandomSampler:
             if draws.config.use_seedable_sampler:
                 return SeededShuffle(sampler, _first_seed(draws))
-            if draws.agree is not None and sampler.generator is None:
+            if draws.broadcast is not None and sampler.generator is None:
                 sampler = _with_generator(sampler, torch.Generator().manual_seed(_draw_seed()))
         elif (
-            draws.agree is not None
+            draws.broadcast is not None
             and not draws.config.use_seedable_sampler
             and getattr(sampler, "generator", sampler) is None
         ):
@@ -408,7 +408,7 @@ class AccelerateRules(ShardRules):
 
 def _first_seed(draws: RandomSource) -> int:
     seed = torch.initial_seed() if draws.config.data_seed is None else draws.config.data_seed
-    return seed if draws.agree is None else int(draws.agree(seed))
+    return seed if draws.broadcast is None else int(draws.broadcast(seed))
 
 
 def _with_generator(sampler: RandomSampler, generator: torch.Generator) -> RandomSampler:

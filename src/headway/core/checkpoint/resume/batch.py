@@ -65,7 +65,7 @@ def _find_requested_window(loader: PreparedLoader, num_steps: int) -> int:
         loader: Prepared loader.
         num_steps: Current number of micro-batches per update.
     """
-    global_batch, requested_steps = loader.requested_window
+    global_batch, requested_steps = loader.requested_update_size
     return global_batch if requested_steps == num_steps else 0
 
 
@@ -108,7 +108,7 @@ class GlobalBatch:
 
     def list_requested_sizes(self) -> list[int | None]:
         """Return, for each loader, the number of samples per update that the script requests, or None if it varies."""
-        return [None if each.step_size is None else each.step_size * self._requested_steps for each in self._loaders]
+        return [None if each.configured_samples_per_step is None else each.configured_samples_per_step * self._requested_steps for each in self._loaders]
 
     def list_sizes(self) -> list[int | None]:
         """Return, for each loader, the number of samples per update that is used, or None if it varies."""
@@ -121,7 +121,7 @@ class GlobalBatch:
             elif requested := _find_requested_window(loader, num_steps):
                 sizes.append(requested)
             else:
-                sizes.append(None if loader.step_size is None else loader.step_size * num_steps)
+                sizes.append(None if loader.configured_samples_per_step is None else loader.configured_samples_per_step * num_steps)
         return sizes
 
     def _list_trained(self) -> list[int]:
@@ -139,7 +139,7 @@ class GlobalBatch:
         With `drop_last`, the number of samples in an epoch is rounded down to a multiple of this unit.
         """
         windows = {} if self._plan is None else self._plan.windows
-        units: list[int | None] = [each.step_size for each in self._loaders]
+        units: list[int | None] = [each.configured_samples_per_step for each in self._loaders]
         for index, (_, unit) in windows.items():
             units[index] = unit
         return units
@@ -187,7 +187,7 @@ class GlobalBatch:
             saved_sizes: Number of samples per update in the saved run, by loader index.
             units: For each loader, a number of samples. With `drop_last`, an epoch is shortened to a multiple of it.
         """
-        step_sizes = {index: self._loaders[index].step_size or 1 for index in saved_sizes}
+        step_sizes = {index: self._loaders[index].configured_samples_per_step or 1 for index in saved_sizes}
         fewest = max(-(-size // step_sizes[index]) for index, size in saved_sizes.items())
         is_even = all(size == fewest * step_sizes[index] for index, size in saved_sizes.items())
         even_plan = BatchPlan(fewest) if is_even else None
@@ -201,7 +201,7 @@ class GlobalBatch:
         sizes = " and ".join(map(str, saved_sizes.values()))
         differences = [] if is_even else [f"the global batch of {sizes} samples is split unevenly among the ranks"]
         for num_steps in range(fewest, min(_MAX_STEPS_FACTOR * fewest, _MAX_STEPS) + 1):
-            if all(self._loaders[index].can_fit_window(size, num_steps) for index, size in saved_sizes.items()):
+            if all(self._loaders[index].can_fit_update(size, num_steps) for index, size in saved_sizes.items()):
                 windows = {index: (size, units[index]) for index, size in saved_sizes.items()}
                 return BatchPlan(num_steps, windows, differences)
         return even_plan
@@ -235,5 +235,5 @@ class GlobalBatch:
     def _change_settings(self, plan: BatchPlan) -> None:
         for index, loader in enumerate(self._loaders):
             size, unit = plan.windows.get(index, (0, 1))
-            loader.keep_window(size, plan.num_steps, unit)
+            loader.set_update_size(size, plan.num_steps, unit)
         self._accumulation.set_num_steps(plan.num_steps)

@@ -166,7 +166,7 @@ def list_loader_states(loaders: Sequence[PreparedLoader], window_start: WindowSn
         loaders: Prepared loaders.
         window_start: State at the start of the accumulation window, or None outside of a window.
     """
-    current_states = [each.run_state() for each in loaders]
+    current_states = [each.checkpoint_state() for each in loaders]
     if window_start is None:
         return current_states
     states = []
@@ -339,7 +339,7 @@ class TrainingPasses:
     def record_request(self, loader: PreparedLoader) -> None:
         """Record that the loop is about to request a batch from a loader."""
         accumulation, seed = self._accumulation, loader.seed
-        if loader.is_fresh:
+        if loader.has_no_batch_yet:
             self._num_windows_at_start[seed] = accumulation.num_windows
             if len(accumulation.active) == 1:  # no other pass is in progress, so this one is the outermost
                 self._finished = {
@@ -496,8 +496,8 @@ class EvaluationDetector:
     def record_request(self, loader: PreparedLoader) -> None:
         """Record that the loop is about to request a batch from a loader."""
         accumulation = self.accumulation
-        if loader.is_fresh:
-            self._pass_starts[loader.seed] = PassStart(accumulation.num_windows, loader.run_state(is_brief=True))
+        if loader.has_no_batch_yet:
+            self._pass_starts[loader.seed] = PassStart(accumulation.num_windows, loader.checkpoint_state(is_brief=True))
             # A resumed pass might have no batches left. Its start is then also its end.
             if len(accumulation.active) > 1 or loader.num_consumed:
                 self._recorded_start = self._make_start()
@@ -561,6 +561,6 @@ class EvaluationDetector:
 
     def _get_rewound_state(self, loader: PreparedLoader) -> dict[str, Any]:
         """Return a loader's state. During an evaluation over the loader, return its state at the evaluation's start."""
-        if not loader.is_running or loader.is_fresh or not self.is_evaluation(loader):
-            return loader.run_state()
+        if not loader.is_running or loader.has_no_batch_yet or not self.is_evaluation(loader):
+            return loader.checkpoint_state()
         return self._pass_starts[loader.seed].loader_state

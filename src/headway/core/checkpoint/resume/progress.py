@@ -14,7 +14,7 @@ from headway.core.checkpoint.resume.positions import (
 )
 from headway.core.checkpoint.resume.saved import SavedRun
 from headway.core.data.loader import PreparedLoader
-from headway.core.data.sampling.position import NOTHING
+from headway.core.data.sampling.position import NO_BATCH
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -75,9 +75,9 @@ class LoopProgress:
             passes=self.passes,
             schedules=objects.preparation.schedulers,
         )
-        self._events.is_registered = lambda dataset: any(dataset is each for each in objects.run.custom)
-        self._events.prepared.append(self._restore_later_loader)
-        self._events.before_fetch.append(self._before_fetch)
+        self._events.is_registered_for_checkpointing = lambda dataset: any(dataset is each for each in objects.run.custom)
+        self._events.prepare_hooks.append(self._restore_later_loader)
+        self._events.before_fetch_hooks.append(self._before_fetch)
 
     # ---------------------------------------------------------------- the present position
 
@@ -106,7 +106,7 @@ class LoopProgress:
                 the current positions.
         """
         states = (
-            [each.run_state() for each in self._objects.loaders]
+            [each.checkpoint_state() for each in self._objects.loaders]
             if evaluation_start is None
             else evaluation_start.loader_states
         )
@@ -201,14 +201,14 @@ class LoopProgress:
             loader: Loader whose next batch is requested.
         """
         # Usually each batch is trained on before the next one is requested. Then the run can be saved or stopped here.
-        has_no_batch_in_use = not self._events.in_hand or self._has_used_batches(loader)
+        has_no_batch_in_use = not self._events.untrained_batches or self._has_used_batches(loader)
         if self._epoch_starts is not None:
             self.passes.record_request(loader)
             self._check_saved_epoch()
         if has_no_batch_in_use and self._windows.num_steps > 1:
             self._record_window_start()
-        share = loader.pass_position.share
-        if share is NOTHING or share.is_last:  # a pass begins, or ends
+        rank_batch = loader.pass_position.rank_batch
+        if rank_batch is NO_BATCH or rank_batch.is_last:  # a pass begins, or ends
             self.evaluations.record_request(loader)
         if self._preemption_check is not None and has_no_batch_in_use:
             self._preemption_check(loader)
@@ -251,7 +251,7 @@ class LoopProgress:
         epoch = self.compute_next_epoch()
         self.window_start = WindowSnapshot(
             rng_states=rng_states,
-            loaders=[each.run_state(is_brief=True) for each in objects.loaders],
+            loaders=[each.checkpoint_state(is_brief=True) for each in objects.loaders],
             epoch=epoch,
             finished_passes=self.passes.count_finished() if self.counts_epochs and epoch == self.epoch else {},
             num_calls=[each.num_calls for each in objects.preparation.schedulers],
@@ -303,4 +303,4 @@ class LoopProgress:
         if later.is_epoch_over:
             loader.end_loaded_epoch()
         if self.reads_from_start:
-            loader.read_from_start()
+            loader.restart_loaded_epoch()

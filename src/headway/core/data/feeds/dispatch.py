@@ -22,7 +22,7 @@ class DispatchFeed:
 
     Args:
         feed: `BatchFeed` that yields the batches of all ranks round-robin. Only the main process reads batches from it,
-            but all ranks read its sizes, such as `round_size`.
+            but all ranks read its sizes, such as `samples_per_step`.
         collectives: Collectives of all ranks.
         shard: Data shard of this rank. Several ranks may have the same shard.
         is_batched: Whether torch's DataLoader builds the batches, so that their sizes are known from the indices.
@@ -40,7 +40,7 @@ class DispatchFeed:
         self._length = length
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped `BatchFeed`, such as `round_size` or `state`.
+        """Return an attribute of the wrapped `BatchFeed`, such as `samples_per_step` or `state`.
 
         Methods of the `BatchFeed` that draw random numbers therefore run on every rank, which keeps all ranks' RNG
         states equal.
@@ -50,13 +50,13 @@ class DispatchFeed:
         return getattr(self._feed, name)
 
     @property
-    def is_even(self) -> bool:
+    def even_batches(self) -> bool:
         """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch."""
-        return self._feed.is_even
+        return self._feed.even_batches
 
-    @is_even.setter
-    def is_even(self, value: bool) -> None:
-        self._feed.is_even = value
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._feed.even_batches = value
 
     @property
     def seed(self) -> int:
@@ -67,15 +67,15 @@ class DispatchFeed:
     def seed(self, value: int) -> None:
         self._feed.seed = value
 
-    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
-        """Use `window` samples per gradient update from the next pass on.
+    def set_update_size(self, samples_per_update: int, num_steps: int, drop_multiple: int) -> None:
+        """Use `samples_per_update` samples per gradient update from the next pass on.
 
         Args:
-            window: Number of samples per update over all ranks; 0 to return to the user's settings.
-            num_rounds: Number of batches per rank and update.
-            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
+            samples_per_update: Number of samples per update over all ranks; 0 to return to the user's settings.
+            num_steps: Number of batches per rank and update.
+            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
-        self._feed.keep_window(window, num_rounds, unit)
+        self._feed.set_update_size(samples_per_update, num_steps, drop_multiple)
         if self._length is not None:
             is_main = self._collectives.rank == 0
             self._length = self._collectives.broadcast_object(len(self._feed) if is_main else None)
@@ -83,13 +83,13 @@ class DispatchFeed:
     def __len__(self) -> int:
         return len(self._feed) if self._length is None else self._length
 
-    def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
+    def start_pass(self, epoch: int, num_consumed: int, num_skipped_steps: int) -> tuple[int, Iterator[Delivery]]:
         """Start a pass: the main process reads and sends batches, and the other ranks receive them.
 
         Args:
             epoch: Number of the epoch.
-            consumed: Number of non-padding samples after which to start.
-            num_skipped: If not 0, number of batches per rank after which to start. `consumed` is then ignored.
+            num_consumed: Number of non-padding samples after which to start.
+            num_skipped_steps: If not 0, number of batches per rank after which to start. `num_consumed` is then ignored.
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
@@ -99,14 +99,14 @@ class DispatchFeed:
                 original error. The iterator raises these errors, too.
         """
         if self._collectives.rank != 0:
-            self._feed.follow_pass(epoch)
+            self._feed.draw_for_remote_pass(epoch)
             return self._broadcast_value(None), self._receive_batches()
         try:
-            consumed, deliveries = self._feed.start_pass(epoch, consumed, num_skipped)
+            num_consumed, deliveries = self._feed.start_pass(epoch, num_consumed, num_skipped_steps)
         except Exception as error:
             self._broadcast_failure(error)
             raise
-        return self._broadcast_value(consumed), self._send_batches(deliveries)
+        return self._broadcast_value(num_consumed), self._send_batches(deliveries)
 
     def _send_batches(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
         while True:
@@ -114,7 +114,7 @@ class DispatchFeed:
                 parts = strip_indices(list(islice(deliveries, self._shard.count)))
                 if not self._is_batched:
                     parts = set_item_counts(parts)
-                sent = [(copy_views(batch), share) for batch, share in parts]
+                sent = [(copy_views(batch), rank_batch) for batch, rank_batch in parts]
             except Exception as error:
                 self._broadcast_failure(error)
                 raise
@@ -148,7 +148,7 @@ def strip_indices(parts: list[Delivery]) -> list[Delivery]:
     Args:
         parts: Pairs of (batch, `RankBatch`), one per data shard; empty if no step is left.
     """
-    return [(batch, share._replace(indices=[])) for batch, share in parts]
+    return [(batch, rank_batch._replace(indices=[])) for batch, rank_batch in parts]
 
 
 def set_item_counts(parts: list[Delivery]) -> list[Delivery]:
@@ -160,12 +160,12 @@ def set_item_counts(parts: list[Delivery]) -> list[Delivery]:
     Raises:
         DataError: If the rows of an item cannot be counted.
     """
-    rows = [share.num_rows for _, share in parts]
+    rows = [rank_batch.num_rows for _, rank_batch in parts]
     if None in rows:
         raise DataError(UNCOUNTABLE.format(what=f"the item for rank {rows.index(None)}"))
-    is_real = [(share.valid_counts or ())[rank] > 0 for rank, (_, share) in enumerate(parts)]
+    is_real = [(rank_batch.valid_counts or ())[rank] > 0 for rank, (_, rank_batch) in enumerate(parts)]
     counts = tuple((num or 0) if real else 0 for num, real in zip(rows, is_real))
-    return [(item, share._replace(valid_counts=counts)) for item, share in parts]
+    return [(item, rank_batch._replace(valid_counts=counts)) for item, rank_batch in parts]
 
 
 class Failure(str):

@@ -1,7 +1,8 @@
 """`BatchFeed`, the interface through which a loader reads the batches of one rank, and the types that it uses.
 
-In one step (also called round), every rank gets one batch. The last step may be incomplete. It is then dropped, or
-completed with padding. Padding consists of repeated samples that are not counted as consumed.
+In one step, every rank gets one batch. The last step may be incomplete. It is then dropped, or completed with padding.
+Padding consists of repeated samples that are not counted as consumed. Ranks that read the same data shard, such as those
+of a tensor-parallel group, count as one rank in this package.
 """
 
 from collections.abc import Iterator
@@ -31,43 +32,43 @@ class BatchFeed(Protocol):
     """Interface for reading the batches of one rank, epoch by epoch.
 
     Attributes:
-        is_even: Whether to complete the last step with repeated samples, so that every rank gets a full batch.
+        even_batches: Whether to complete the last step with repeated samples, so that every rank gets a full batch.
         seed: Seed of the sample order and of the workers' random numbers. A resumed run uses the seed of the original
             run.
     """
 
-    is_even: bool
+    even_batches: bool
     seed: int
 
-    def open_pass(self) -> None:
-        """Draw the random numbers that torch's DataLoader draws in `iter()`. Call it before `start_pass`."""
+    def draw_iter_seeds(self) -> None:
+        """Draw the seeds that torch's DataLoader draws in `iter()`. Call it before `start_pass`."""
 
-    def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
+    def start_pass(self, epoch: int, num_consumed: int, num_skipped_steps: int) -> tuple[int, Iterator[Delivery]]:
         """Start a pass over an epoch.
 
         Args:
             epoch: Number of the epoch.
-            consumed: Number of non-padding samples after which to start.
-            num_skipped: If not 0, number of batches per rank after which to start. `consumed` is then ignored.
+            num_consumed: Number of non-padding samples after which to start.
+            num_skipped_steps: If not 0, number of batches per rank after which to start. `num_consumed` is then ignored.
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
         """
 
-    def keep_dataset_state(self, is_kept: bool) -> None:
+    def set_dataset_state_saving(self, is_saved: bool) -> None:
         """Set whether saved positions include the dataset's own `state_dict()`, from the next pass on.
 
         It has no effect on a map-style dataset.
 
         Args:
-            is_kept: Whether to include the dataset's state.
+            is_saved: Whether to include the dataset's state.
         """
 
-    def follow_pass(self, epoch: int) -> None:
+    def draw_for_remote_pass(self, epoch: int) -> None:
         """Draw the random numbers of a pass that another process reads for this rank. Nothing is read.
 
         The loader's own draws then leave equal RNG states on all ranks. Call this method instead of `start_pass`, after
-        `open_pass`.
+        `draw_iter_seeds`.
 
         Args:
             epoch: Number of the epoch.
@@ -81,39 +82,39 @@ class BatchFeed(Protocol):
         """
 
     @property
-    def round_size(self) -> int | None:
+    def samples_per_step(self) -> int | None:
         """Number of samples that all ranks together get per step; None if it varies."""
 
     @property
-    def step_size(self) -> int | None:
+    def configured_samples_per_step(self) -> int | None:
         """Number of samples per step over all ranks, as configured in the user's DataLoader. None if it varies.
 
-        Unlike `round_size`, it ignores `keep_window`.
+        Unlike `samples_per_step`, it ignores `set_update_size`.
         """
 
-    def can_fit_window(self, window: int, num_rounds: int) -> bool:
-        """Whether `num_rounds` batches per rank can hold `window` samples per update.
+    def can_fit_update(self, samples_per_update: int, num_steps: int) -> bool:
+        """Whether `num_steps` batches per rank can hold `samples_per_update` samples per update.
 
         Batches may be smaller than the configured batch size, but not larger.
 
         Args:
-            window: Number of samples per gradient update over all ranks.
-            num_rounds: Number of batches per rank and update.
+            samples_per_update: Number of samples per gradient update over all ranks.
+            num_steps: Number of batches per rank and update.
         """
 
-    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
-        """Use `window` samples per gradient update from the next pass on.
+    def set_update_size(self, samples_per_update: int, num_steps: int, drop_multiple: int) -> None:
+        """Use `samples_per_update` samples per gradient update from the next pass on.
 
         Updates are counted from the position at which that pass starts.
 
         Args:
-            window: Number of samples per update over all ranks; 0 to return to the user's settings.
-            num_rounds: Number of batches per rank and update.
-            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
+            samples_per_update: Number of samples per update over all ranks; 0 to return to the user's settings.
+            num_steps: Number of batches per rank and update.
+            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
 
     @property
-    def inner(self) -> DataLoader[Any]:
+    def inner_loader(self) -> DataLoader[Any]:
         """DataLoader that reads the dataset, created with the settings of the user's loader.
 
         Its sampler and its collate function can be Headway's own.

@@ -1,16 +1,16 @@
 """`BatchFeed` for iterable datasets: every rank reads all samples, but collates only its slice of each step.
 
-In one step (also called round), every rank gets one batch. The DataLoader that reads the dataset collects the raw
-samples of all ranks for one step, with torch's own batching in each worker. The collate function then keeps this
-rank's slice. So all ranks know every rank's row counts without an exchange. The user's dataset and worker_init_fn
-run as in a plain loader. Skipped samples are read, but never collated or moved to a device. With several workers,
-each worker reads its own copy of the dataset. A dataset that ignores `get_worker_info` therefore repeats its data,
-as in plain torch. The workers deliver steps round-robin, and each worker's last step can be incomplete.
+In one step, every rank gets one batch. The DataLoader that reads the dataset collects the raw samples of all ranks for
+one step, with torch's own batching in each worker. The collate function then keeps this rank's slice. So all ranks know
+every rank's row counts without an exchange. The user's dataset and worker_init_fn run as in a plain loader. Skipped
+samples are read, but never collated or moved to a device. With several workers, each worker reads its own copy of the
+dataset. A dataset that ignores `get_worker_info` therefore repeats its data, as in plain torch. The workers deliver
+steps round-robin, and each worker's last step can be incomplete.
 
 All ranks must read the same samples in the same order. The dataset may shuffle them in `set_epoch`, or with its own
 `torch.Generator`, whose state is synchronized and saved. It may also use the global generators, whose states are
 equal on all ranks while the dataset is read. Each rank's samples are compared with those of the other ranks
-(`same_rounds.py`).
+(`step_comparison.py`).
 
 Some datasets have their own shards, such as Hugging Face's `datasets.IterableDataset`. If there are at least as many
 shards as ranks, each rank reads only its shards. Ranks can then have different amounts of data, so they exchange
@@ -33,13 +33,13 @@ from headway.core import extensions
 from headway.core.data.compare.fingerprint import Fingerprint, pick_samples, take_fingerprint
 from headway.core.data.feeds.protocol import UNCOUNTABLE, Delivery, State
 from headway.core.data.feeds.shuffle_buffers import has_shuffle_buffer
-from headway.core.data.feeds.worker import rebuild_loader, set_on_reader
+from headway.core.data.feeds.worker import rebuild_loader, set_loader_attribute
 from headway.core.data.sampling.dataset_rng import DatasetRNGStates
 from headway.core.data.sampling.handover import DatasetHandover
 from headway.core.data.sampling.loader_generator import BaseSeed, seed_generator
 from headway.core.data.sampling.own_generators import OwnGenerators
-from headway.core.data.sampling.rng import Agree
-from headway.core.data.sampling.shard import RankBatch, SampleSplit, WindowSplit, mark_last
+from headway.core.data.sampling.rng import Broadcast
+from headway.core.data.sampling.shard import RankBatch, SampleSplit, UpdateSplit, mark_last
 from headway.core.runtime.collectives.tree import copy_containers, find_batch_size
 from headway.core.runtime.seed import mix_seed
 from headway.errors import DataError, HeadwayWarning
@@ -47,8 +47,12 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_KEPT = ("num_rounds", "round_size", "reading", "inner", "dataset")
-"""Keys of a saved state that describe the position in a pass. The other keys hold RNG states."""
+_POSITION_KEYS = ("num_rounds", "round_size", "reading", "inner", "dataset")
+"""Keys of a saved state that describe the position in a pass. The other keys hold RNG states.
+
+"num_rounds" is the number of steps read in the pass, and "round_size" is the number of samples per step over all ranks.
+"reading" holds a `StreamReadOrder`, "inner" the state of a StatefulDataLoader, and "dataset" that of the dataset.
+"""
 
 
 class StreamReadOrder(NamedTuple):
@@ -57,13 +61,13 @@ class StreamReadOrder(NamedTuple):
     Attributes:
         num_shard_readers: Number of ranks that read different shards; 1 if each rank reads all samples of the dataset.
         num_workers: Number of workers of each rank; 1 if the rank reads without workers.
-        samples_per_step: Number of samples that a worker reads per step. It is 1 if a single reader reads all samples,
-            because the order is then the dataset's own for any number of samples per step.
+        samples_per_turn: Number of samples that a worker reads before the next worker's turn. It is 1 if a single
+            reader reads all samples, because the order is then the dataset's own for any number of samples.
     """
 
     num_shard_readers: int
     num_workers: int
-    samples_per_step: int
+    samples_per_turn: int
 
 
 class CollatedStep(NamedTuple):
@@ -71,25 +75,25 @@ class CollatedStep(NamedTuple):
 
     Attributes:
         batches: One batch for each rank for which this process reads; empty if the step is skipped.
-        shares: `RankBatch` of each batch, with its row counts.
+        rank_batches: `RankBatch` of each batch, with its row counts.
         num_samples: Number of non-padding samples in the step on all ranks. If the loader does not batch, the
             dataset's items are counted.
         state: State of the StatefulDataLoader after this step, or of the dataset if it is saved; None if neither is
             needed.
         fingerprint: Fingerprint of some samples; None if ranks do not compare their data.
-        loose: Last raw samples of a worker, if they are too few for a step. The leftovers of several workers together
-            may be enough for one. None for a regular step.
+        leftovers: Last raw samples of a worker, if they are too few for a step. The leftovers of several workers
+            together may be enough for one. None for a regular step.
     """
 
     batches: list[Any]
-    shares: list[RankBatch]
+    rank_batches: list[RankBatch]
     num_samples: int
     state: Any = None
     fingerprint: Fingerprint | None = None
-    loose: list[Any] | None = None
+    leftovers: list[Any] | None = None
 
 
-RoundMarker = Callable[[Iterator[CollatedStep]], Iterator[tuple[CollatedStep, bool]]]
+StepMarker = Callable[[Iterator[CollatedStep]], Iterator[tuple[CollatedStep, bool]]]
 """Function that marks the last step in an iterator over `CollatedStep` objects, one per step.
 
 It returns an iterator over pairs of (`CollatedStep` of one step, whether it is the last step).
@@ -109,51 +113,55 @@ class StreamCollate:
             is a batch.
 
     Attributes:
-        is_compared: Whether to add a fingerprint of some raw samples to each result.
-        keeps_loose: Whether to return samples uncollated if there are too few of them for one step.
+        collate_fn: User's collate function. The script can replace it between passes.
+        split: Rule that divides the samples of one step among the ranks.
+        ranks: Ranks whose slices to collate.
+        is_batched: Whether a slice consists of several samples.
+        takes_fingerprints: Whether to add a fingerprint of some raw samples to each result.
+        returns_leftovers: Whether to return samples uncollated if there are too few of them for one step.
     """
 
     def __init__(
-        self, collate_fn: Callable[[Any], Any], split: SampleSplit | WindowSplit, ranks: Sequence[int], is_batched: bool
+        self, collate_fn: Callable[[Any], Any], split: SampleSplit | UpdateSplit, ranks: Sequence[int], is_batched: bool
     ) -> None:
         self.collate_fn = collate_fn
         self.split = split
         self.ranks = ranks
         self.is_batched = is_batched
-        self.is_compared = False
-        self.keeps_loose = False
+        self.takes_fingerprints = False
+        self.returns_leftovers = False
         self.start_pass()
 
-    def start_pass(self, num_skipped: int = 0, num_cut: int = 0) -> None:
+    def start_pass(self, num_skipped_steps: int = 0, num_skipped_samples: int = 0) -> None:
         """Start a pass, and set the samples to skip at its start.
 
         Args:
-            num_skipped: Number of steps whose samples are not collated. Default: 0.
-            num_cut: Number of samples to drop from the first step after the skipped ones. Default: 0.
+            num_skipped_steps: Number of steps whose samples are not collated. Default: 0.
+            num_skipped_samples: Number of samples to drop from the first step after the skipped ones. Default: 0.
         """
-        self._num_skipped = num_skipped
-        self._num_cut = num_cut
-        self._is_seeking = num_skipped > 0 or num_cut > 0
-        self._num_seen = 0
-        self._opening: list[Any] | None = None
+        self._num_skipped_steps = num_skipped_steps
+        self._num_skipped_samples = num_skipped_samples
+        self._is_skipping = num_skipped_steps > 0 or num_skipped_samples > 0
+        self._num_calls = 0
+        self._first_samples: list[Any] | None = None
 
     def __call__(self, samples: list[Any]) -> CollatedStep:
         """Collate the slices of this process's ranks from the raw samples of one step on all ranks.
 
-        The result has no batches if the step is skipped, or if its samples are too few and `keeps_loose` is set.
+        The result has no batches if the step is skipped, or if its samples are too few and `returns_leftovers` is set.
         """
-        if self.keeps_loose and len(samples) < (self.split.round_size or 0):
-            return CollatedStep([], [], 0, loose=samples)
-        if self._opening is None:
-            self._opening = copy_containers(samples) if self.split.is_even else []
-        if self._is_seeking:
-            number = self._count_call()
-            if number < self._num_skipped:
+        if self.returns_leftovers and len(samples) < (self.split.samples_per_step or 0):
+            return CollatedStep([], [], 0, leftovers=samples)
+        if self._first_samples is None:
+            self._first_samples = copy_containers(samples) if self.split.even_batches else []
+        if self._is_skipping:
+            step_index = self._count_call()
+            if step_index < self._num_skipped_steps:
                 return CollatedStep([], [], len(samples))
-            self._is_seeking = False
-            if number == self._num_skipped:
-                samples = samples[self._num_cut :]
-        return self.collate_round(samples, self._opening) if samples else CollatedStep([], [], 0)
+            self._is_skipping = False
+            if step_index == self._num_skipped_steps:
+                samples = samples[self._num_skipped_samples :]
+        return self.collate_step(samples, self._first_samples) if samples else CollatedStep([], [], 0)
 
     def _count_call(self) -> int:
         """Return the index, within the pass, of the step that is being collated.
@@ -161,43 +169,59 @@ class StreamCollate:
         Workers produce steps round-robin, so the index depends on the worker.
         """
         worker = get_worker_info()
-        number = self._num_seen if worker is None else self._num_seen * worker.num_workers + worker.id
-        self._num_seen += 1
-        return number
+        step_index = self._num_calls if worker is None else self._num_calls * worker.num_workers + worker.id
+        self._num_calls += 1
+        return step_index
 
-    def collate_round(self, samples: list[Any], opening: list[Any]) -> CollatedStep:
+    def collate_step(self, samples: list[Any], first_samples: list[Any]) -> CollatedStep:
         """Collate the slices of this process's ranks from the raw samples of one step.
 
         Args:
             samples: Raw samples of the step on all ranks.
-            opening: First samples of the epoch, with which an incomplete step is padded.
+            first_samples: First samples of the epoch, with which an incomplete step is padded.
         """
         # Take it before the user's collate function, which may change the samples.
-        fingerprint = take_fingerprint(pick_samples(samples)) if self.is_compared else None
-        is_full, num_samples = len(samples) == self.split.round_size, len(samples)
-        batches, shares = [], []
-        counts = None if self.is_batched else self._count_items(samples)
+        fingerprint = take_fingerprint(pick_samples(samples)) if self.takes_fingerprints else None
+        is_full, num_samples = len(samples) == self.split.samples_per_step, len(samples)
+        batches, rank_batches = [], []
+        item_rows = None if self.is_batched else self._count_rows_by_rank(samples)
         for rank in self.ranks:
-            own, sample_counts = self.split.get_share(samples, rank, opening)
-            # A collate function may modify its samples, so a repeated sample must be a separate copy.
-            own = own if is_full else copy_containers(own)
-            batch = self.collate_fn(own) if self.is_batched else self.collate_fn(own[0])
-            num_rows = len(own) if self.is_batched else find_batch_size(batch)
+            rank_samples, sample_counts = self.split.get_rank_samples(samples, rank, first_samples)
+            if not is_full:
+                # A collate function may modify its samples, so a repeated sample must be a separate copy.
+                rank_samples = copy_containers(rank_samples)
+            if self.is_batched:
+                batch = self.collate_fn(rank_samples)
+                rank_batch = RankBatch([], len(rank_samples), sample_counts, num_samples, False)
+            else:
+                batch = self.collate_fn(rank_samples[0])
+                rank_batch = RankBatch([], find_batch_size(batch), item_rows, num_samples, False)
             batches.append(batch)
-            shares.append(RankBatch([], num_rows, sample_counts if self.is_batched else counts, num_samples, False))
-        return CollatedStep(batches, shares, num_samples, fingerprint=fingerprint)
+            rank_batches.append(rank_batch)
+        return CollatedStep(batches, rank_batches, num_samples, fingerprint=fingerprint)
 
-    def _count_items(self, items: list[Any]) -> tuple[int, ...] | None:
-        rows = [self._count_item_rows(item) for item in items]
-        if None not in rows:
-            return (*(size for size in rows if size is not None), *[0] * (self.split.count - len(rows)))
-        if self.split.count == 1:
-            return None
-        raise DataError(UNCOUNTABLE.format(what=f"an item of type {type(items[rows.index(None)]).__name__}"))
+    def _count_rows_by_rank(self, items: list[Any]) -> tuple[int, ...] | None:
+        """Return the number of rows in each rank's item; 0 for a rank without an item.
+
+        Return None if the rows cannot be counted and there is only one rank.
+
+        Raises:
+            DataError: If the rows of an item cannot be counted and there are several ranks.
+        """
+        rows: list[int] = []
+        for item in items:
+            num_rows = self._count_item_rows(item)
+            if num_rows is None:
+                if self.split.num_ranks == 1:
+                    return None
+                raise DataError(UNCOUNTABLE.format(what=f"an item of type {type(item).__name__}"))
+            rows.append(num_rows)
+        return (*rows, *[0] * (self.split.num_ranks - len(rows)))
 
     def _count_item_rows(self, item: object) -> int | None:
-        rows = find_batch_size(item)
-        return find_batch_size(self.collate_fn(item)) if rows is None else rows
+        num_rows = find_batch_size(item)
+        # The collate function may convert, for example, lists to tensors, whose rows can be counted.
+        return find_batch_size(self.collate_fn(item)) if num_rows is None else num_rows
 
 
 @dataclass(frozen=True)
@@ -209,24 +233,24 @@ class OwnShards:
         index: Index of this rank.
         count: Number of ranks.
         mark_last: Function that exchanges each step's row counts with the other ranks, and marks the last step.
-        whole_split: Rule that divides the samples of the dataset if every rank reads it in full. Ranks do so when they
-            resume a pass that was begun by a different number of ranks.
-        mark_whole: Function that marks the last step when every rank reads the dataset in full. It also compares each
-            step's samples on all ranks. None to mark the last step without a comparison.
+        full_read_split: Rule that divides the samples of the dataset if every rank reads it in full. Ranks do so when
+            they resume a pass that was begun by a different number of ranks.
+        compare_full_reads: Function that compares each step's samples on all ranks, and marks the last step, if every
+            rank reads the dataset in full. None to mark the last step without a comparison.
     """
 
     dataset: Any
     index: int
     count: int
-    mark_last: RoundMarker
-    whole_split: SampleSplit
-    mark_whole: RoundMarker | None
+    mark_last: StepMarker
+    full_read_split: SampleSplit
+    compare_full_reads: StepMarker | None
 
 
 class StreamFeed:
     """`BatchFeed` that reads an iterable dataset.
 
-    In one step (also called round), every rank gets one batch.
+    In one step, every rank gets one batch.
 
     Args:
         loader: User's loader, for its dataset and settings.
@@ -235,25 +259,26 @@ class StreamFeed:
         seed: Seed of the workers' random numbers.
         base_seed: Object that draws the workers' base seed as torch does. In a run with several ranks, the workers are
             seeded from `seed` instead.
-        kind: Class of the DataLoader that reads the dataset. If it has a `state_dict` method, a resumed pass loads the
+        loader_class: Class of the DataLoader that reads the dataset. If it has a `state_dict` method, a resumed pass loads the
             saved state into the DataLoader. Default: torch's DataLoader.
         shards: Shards of this rank, if each rank reads different shards. Default: None, to read all samples of the
             dataset.
-        agree: Function that returns rank 0's value on every rank. With it, the dataset's random generators start each
-            epoch with rank 0's states. Default: None, to keep each rank's states.
+        broadcast: Function that returns rank 0's value on every rank. With it, the dataset's random generators start
+            each epoch with rank 0's states. Default: None, to keep each rank's states.
         is_shared: Whether other ranks read the same samples and need equal random numbers in their workers. Default:
             False.
         worker_reads_one_rank: Whether each worker reads the batch of one rank at a time, so that the batches of a step
             come from successive workers. Otherwise each worker reads the batches of all ranks for a step. Default:
             False.
-        agree_rounds: Function that compares the samples of each step on all ranks and marks the last step. Default:
+        compare_steps: Function that compares the samples of each step on all ranks and marks the last step. Default:
             None, to mark the last step without a comparison.
         handover: Source of the global RNG states with which the dataset is read in a pass, equal on all ranks.
             Default: None, to let the dataset draw from this process's global generators.
 
     Attributes:
-        source: User's loader.
-        inner: DataLoader that reads the dataset.
+        user_loader: User's loader.
+        seed: Seed of the workers' random numbers. A change takes effect with the next pass.
+        inner_loader: DataLoader that reads the dataset. It is replaced when the size of steps or the order changes.
     """
 
     def __init__(
@@ -263,142 +288,169 @@ class StreamFeed:
         ranks: Sequence[int],
         seed: int,
         base_seed: BaseSeed,
-        kind: type[DataLoader[Any]] = DataLoader,
+        loader_class: type[DataLoader[Any]] = DataLoader,
         shards: OwnShards | None = None,
-        agree: Agree | None = None,
+        broadcast: Broadcast | None = None,
         is_shared: bool = False,
         worker_reads_one_rank: bool = False,
-        agree_rounds: RoundMarker | None = None,
+        compare_steps: StepMarker | None = None,
         handover: DatasetHandover | None = None,
     ) -> None:
         self._is_shared = is_shared
         self._worker_reads_one_rank = worker_reads_one_rank
-        self.source = loader
+        self.user_loader = loader
         self._base_seed = base_seed
-        self._mark_last = (shards.mark_last if shards is not None else agree_rounds) or mark_last
+        self._mark_last = (shards.mark_last if shards is not None else compare_steps) or mark_last
         self.seed = seed
         self._configured_shards = shards
         self._active_shards = shards  # None while a saved order is followed, because every rank then reads all samples
         self._followed_order: StreamReadOrder | None = None
         self._epoch = 0
-        self._generators = OwnGenerators(loader.dataset, agree)
+        self._generators = OwnGenerators(loader.dataset, broadcast)
         self._collate = StreamCollate(loader.collate_fn, split, ranks, is_batched=loader.batch_size is not None)
-        self._collate.is_compared = agree_rounds is not None
+        self._collate.takes_fingerprints = compare_steps is not None
         self._configured_split = split
-        # Split of the pass if `keep_window` were not used. Not the configured one while a saved order is followed.
-        self._split_without_window = split
-        self._kind = kind
-        self.inner = self._build_loader()
-        self._is_stateful = hasattr(self.inner, "state_dict")
+        # Split of the pass without the effect of `set_update_size`. While a saved order is followed, it differs from the
+        # configured one.
+        self._split_by_batch_size = split
+        self._loader_class = loader_class
+        self.inner_loader = self._build_loader()
+        self._is_stateful = hasattr(self.inner_loader, "state_dict")
         # Whether the dataset is read with separate global RNG states. Workers do not need them, because they have RNG
         # states of their own. Nor does a stateful loader, which does not read samples again when it is resumed.
-        self._isolates_dataset_rng = not (self._is_stateful or self.inner.num_workers)
+        self._isolates_dataset_rng = not (self._is_stateful or self.inner_loader.num_workers)
         self._dataset_rng = DatasetRNGStates()  # stays empty if the dataset does not get its own RNG states
         self._handover = handover if self._isolates_dataset_rng else None
-        self._num_rounds = 0
-        self._inner_state: Any = None
-        self._keeps_dataset_state = False
-        self._records_dataset_state = False
-        self._has_dataset_position = False
-        self._dataset_state: Any = None
-        self._loaded: State = {}
+        self._num_steps = 0  # steps read in the current pass, including those before a resume
+        self._inner_state: Any = None  # state of the StatefulDataLoader after the latest step
+        self._saves_dataset_state = False  # requested by `set_dataset_state_saving`
+        self._records_dataset_state = False  # requested and possible in the current pass
+        self._dataset_state: Any = None  # state of the dataset after the latest step
+        self._has_dataset_position = False  # whether the dataset's state changes from step to step
+        self._loaded: State = {}  # position from which the next pass is resumed
 
     def _build_loader(self) -> DataLoader[Any]:
-        changes: dict[str, Any] = {} if self._active_shards is None else {"dataset": self._active_shards.dataset}
+        """Build the DataLoader that reads the dataset for the current split, shards and order."""
+        changes: dict[str, Any] = {}
         if self._followed_order is not None:  # a single reader has to read the dataset in the order of the saved pass
-            dataset = self._build_ordered(self._followed_order)
-            changes = {"dataset": dataset, "num_workers": min(1, self.source.num_workers)}
+            dataset = self._build_ordered_dataset(self._followed_order)
+            changes = {"dataset": dataset, "num_workers": min(1, self.user_loader.num_workers)}
+        elif self._active_shards is not None:
+            changes = {"dataset": self._active_shards.dataset}
         split = self._collate.split
-        # With drop_last, torch drops each worker's incomplete last batch. To torch, a batch is here a whole round, with
+        # With drop_last, torch drops each worker's incomplete last batch. To torch, a batch is here a whole step, with
         # the samples of all ranks, so too much would be dropped.
-        self._collate.keeps_loose = (
+        self._collate.returns_leftovers = (
             isinstance(split, SampleSplit)
             and split.drop_last
-            and split.count > 1
+            and split.num_ranks > 1
             and self._collate.is_batched
-            and self.source.num_workers > 1
+            and self.user_loader.num_workers > 1
             and self._followed_order is None
-            and not (self._worker_reads_one_rank or hasattr(self._kind, "state_dict"))
+            and not (self._worker_reads_one_rank or hasattr(self._loader_class, "state_dict"))
         )
+        batch_size = split.samples_per_step
+        collate_fn: Callable[[Any], Any] = self._collate
+        if self._joins_worker_batches:
+            batch_size = (split.samples_per_step or 0) // split.num_ranks
+            collate_fn = list
         return rebuild_loader(
-            self.source,
-            self._kind,
-            batch_size=(split.round_size or 0) // split.count if self._joins_worker_batches else split.round_size,
-            drop_last=split.drop_last and not self._collate.keeps_loose,
-            collate_fn=list if self._joins_worker_batches else self._collate,
+            self.user_loader,
+            self._loader_class,
+            batch_size=batch_size,
+            drop_last=split.drop_last and not self._collate.returns_leftovers,
+            collate_fn=collate_fn,
             **changes,
         )
 
     @property
     def _joins_worker_batches(self) -> bool:
+        """Whether workers deliver the raw samples of one rank at a time, which are then joined and collated here."""
         return self._worker_reads_one_rank and self._followed_order is None
 
     @property
-    def is_even(self) -> bool:
+    def even_batches(self) -> bool:
         """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch."""
-        return self._collate.split.is_even
+        return self._collate.split.even_batches
 
-    @is_even.setter
-    def is_even(self, value: bool) -> None:
-        self._collate.split = replace(self._collate.split, is_even=value)
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._collate.split = replace(self._collate.split, even_batches=value)
 
     @property
-    def round_size(self) -> int:
+    def samples_per_step(self) -> int:
         """Number of samples that all ranks together get per step.
 
         If the loader does not batch (`batch_size=None`), the dataset's items are counted.
         """
-        return (self._collate.split.round_size or 0) * (1 if self._active_shards is None else self._active_shards.count)
+        return (self._collate.split.samples_per_step or 0) * self._num_shard_readers
 
     @property
-    def step_size(self) -> int:
+    def configured_samples_per_step(self) -> int:
         """Number of samples per step over all ranks, as configured in the user's DataLoader.
 
-        Unlike `round_size`, it ignores `keep_window`.
+        Unlike `samples_per_step`, it ignores `set_update_size`.
         """
-        return self._split_without_window.round_size * (1 if self._active_shards is None else self._active_shards.count)
+        return self._split_by_batch_size.samples_per_step * self._num_shard_readers
 
-    def can_fit_window(self, window: int, num_rounds: int) -> bool:
-        """Whether `num_rounds` equal steps can hold exactly `window` samples per update.
+    @property
+    def _num_shard_readers(self) -> int:
+        """Number of ranks that read different shards; 1 if each rank reads all samples. Splits do not count them."""
+        return 1 if self._active_shards is None else self._active_shards.count
+
+    def can_fit_update(self, samples_per_update: int, num_steps: int) -> bool:
+        """Whether `num_steps` equal steps can hold exactly `samples_per_update` samples per update.
 
         Batches may be smaller than the configured batch size, but not larger. Always False if the loader does not
         batch or if each rank reads different shards.
 
         Args:
-            window: Number of samples per gradient update over all ranks.
-            num_rounds: Number of batches per rank and update.
+            samples_per_update: Number of samples per gradient update over all ranks.
+            num_steps: Number of batches per rank and update.
         """
-        is_cut = self._configured_shards is None and self._collate.is_batched and window % num_rounds == 0
-        return is_cut and window // num_rounds <= self._split_without_window.round_size
+        if self._configured_shards is not None or not self._collate.is_batched or samples_per_update % num_steps:
+            return False
+        return samples_per_update // num_steps <= self._split_by_batch_size.samples_per_step
 
-    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
-        """Use `window` samples per gradient update from the next pass on.
+    def set_update_size(self, samples_per_update: int, num_steps: int, drop_multiple: int) -> None:
+        """Use `samples_per_update` samples per gradient update from the next pass on.
 
         Args:
-            window: Number of samples per update over all ranks; 0 to return to the user's settings.
-            num_rounds: Number of batches per rank and update.
-            unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
+            samples_per_update: Number of samples per update over all ranks; 0 to return to the user's settings.
+            num_steps: Number of batches per rank and update.
+            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of
+                samples.
         """
-        wanted: SampleSplit | WindowSplit = self._split_without_window
-        if window:
-            wanted = WindowSplit(window // num_rounds, 1, wanted.count, unit if wanted.drop_last else 1)
-        now = self._collate.split
-        wanted = replace(wanted, is_even=now.is_even)
-        if wanted != now:
-            self._collate.split, is_pinning = wanted, self.inner.pin_memory
-            self.inner = self._build_loader()
-            self.inner.pin_memory = is_pinning  # may have been set for the device transfer
+        split: SampleSplit | UpdateSplit = self._split_by_batch_size
+        if samples_per_update:
+            # All steps of a stream have one size, so each of them can be treated as an update.
+            size = samples_per_update // num_steps
+            split = UpdateSplit(size, 1, split.num_ranks, drop_multiple if split.drop_last else 1)
+        split = replace(split, even_batches=self._collate.split.even_batches)
+        if split != self._collate.split:
+            self._collate.split = split
+            self._replace_inner_loader()
+
+    def _replace_inner_loader(self) -> None:
+        """Build the DataLoader that reads the dataset again, after the split, the shards or the order have changed."""
+        pins_memory = self.inner_loader.pin_memory  # may have been set for the device transfer
+        self.inner_loader = self._build_loader()
+        self.inner_loader.pin_memory = pins_memory
 
     def __len__(self) -> int:
-        split = SampleSplit(self.round_size, 1, self._collate.split.drop_last)
-        return split.count_rounds(len(self.source.dataset))  # type: ignore[arg-type]
+        split = SampleSplit(self.samples_per_step, 1, self._collate.split.drop_last)
+        return split.count_steps(len(self.user_loader.dataset))  # type: ignore[arg-type]
 
-    def open_pass(self) -> None:
-        """Draw the random numbers that torch's DataLoader draws in `iter()`."""
+    def draw_iter_seeds(self) -> None:
+        """Draw the seeds that torch's DataLoader draws in `iter()`.
+
+        Before that, end the dataset's separate global RNG states of the previous pass, so that the seeds are drawn from
+        the states that a plain loop would have.
+        """
         self._dataset_rng.end_pass()
         self._base_seed.draw_seed()
 
-    def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
+    def start_pass(self, epoch: int, num_consumed: int, num_skipped_steps: int) -> tuple[int, Iterator[Delivery]]:
         """Start a pass.
 
         Skipped samples are read but not collated, unless the pass resumes from a saved state of the StatefulDataLoader
@@ -406,8 +458,9 @@ class StreamFeed:
 
         Args:
             epoch: Number of the epoch.
-            consumed: Number of non-padding samples after which to start.
-            num_skipped: If not 0, number of batches per rank after which to start. `consumed` is then ignored.
+            num_consumed: Number of non-padding samples after which to start.
+            num_skipped_steps: If not 0, number of batches per rank after which to start. `num_consumed` is then
+                ignored.
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
@@ -416,7 +469,7 @@ class StreamFeed:
             DataError: If the pass is resumed, and the saved order of the samples cannot be read any more. The iterator
                 also raises it if the ranks' samples differ.
         """
-        is_resumed = bool(consumed and not num_skipped)
+        is_resumed = bool(num_consumed and not num_skipped_steps)
         loaded = self._loaded if is_resumed else {}
         self._choose_read_order(_get_read_order(loaded), epoch)
         self._seed_pass(epoch)
@@ -424,14 +477,16 @@ class StreamFeed:
         self._choose_dataset_recording()
         if self._records_dataset_state:
             if loaded.get("dataset") is not None:
-                return consumed, self._resume_from_dataset(loaded)
-            self._dataset_state = copy.deepcopy(self.source.dataset.state_dict())  # type: ignore[attr-defined]
-        num_rounds, num_cut = (num_skipped, 0) if num_skipped else self._find_start(consumed, loaded)
-        self._num_rounds = num_rounds
+                return num_consumed, self._resume_from_dataset(loaded)
+            self._dataset_state = copy.deepcopy(self.user_loader.dataset.state_dict())  # type: ignore[attr-defined]
+        num_skipped_samples = 0
+        if not num_skipped_steps:
+            num_skipped_steps, num_skipped_samples = self._find_start(num_consumed, loaded)
+        self._num_steps = num_skipped_steps
         self._inner_state = loaded.get("inner")
         if self._inner_state is not None:
-            return consumed, self._resume_from_loader()
-        return self._skip_to(num_rounds, num_cut)
+            return num_consumed, self._resume_from_loader()
+        return self._skip_samples(num_skipped_steps, num_skipped_samples)
 
     def _seed_pass(self, epoch: int) -> None:
         """Seed the workers, and start the dataset's own generators and its separate global RNG states.
@@ -442,17 +497,18 @@ class StreamFeed:
         # Ranks that read one stream need equal random numbers in their workers; ranks with different shards need
         # different ones.
         shards = self._active_shards
-        seed_generator(self.inner, mix_seed(self.seed, epoch, 0 if shards is None else 1 + shards.index))
-        reads_alone = shards is None and self._split_without_window.count == 1 and not self._is_shared
-        self._base_seed.start_pass(self.inner, is_given=reads_alone)
+        seed_generator(self.inner_loader, mix_seed(self.seed, epoch, 0 if shards is None else 1 + shards.index))
+        reads_alone = shards is None and self._split_by_batch_size.num_ranks == 1 and not self._is_shared
+        self._base_seed.start_pass(self.inner_loader, is_used=reads_alone)
         self._generators.start_epoch()
         is_shared = self._handover is not None and self._handover.is_needed
         self._dataset_rng.start_pass(self._handover if is_shared else None)
 
     def _choose_dataset_recording(self) -> None:
         """Determine whether the dataset's state is recorded after each step of this pass, and discard earlier states."""
-        is_whole = self.inner.dataset is self.source.dataset and not (self._is_stateful or self.inner.num_workers)
-        self._records_dataset_state = self._keeps_dataset_state and is_whole
+        reads_in_this_process = not (self._is_stateful or self.inner_loader.num_workers)
+        reads_user_dataset = self.inner_loader.dataset is self.user_loader.dataset
+        self._records_dataset_state = self._saves_dataset_state and reads_in_this_process and reads_user_dataset
         self._has_dataset_position = False
         self._dataset_state = None
 
@@ -462,40 +518,40 @@ class StreamFeed:
         Args:
             loaded: Saved state of the pass. It contains the dataset's state.
         """
-        self.source.dataset.load_state_dict(copy.deepcopy(loaded["dataset"]))  # type: ignore[attr-defined]
+        self.user_loader.dataset.load_state_dict(copy.deepcopy(loaded["dataset"]))  # type: ignore[attr-defined]
         self._dataset_state = loaded["dataset"]
         self._has_dataset_position = True
-        self._num_rounds = int(loaded.get("num_rounds", 0))
+        self._num_steps = int(loaded.get("num_rounds", 0))
         self._inner_state = None
         self._collate.start_pass()
-        return self._deliver_batches(self._mark_rounds())
+        return self._deliver_batches(self._iterate_steps())
 
     def _resume_from_loader(self) -> Iterator[Delivery]:
         """Load the saved state of the StatefulDataLoader, and return an iterator over the batches after it."""
         self._collate.start_pass()
-        self.inner.load_state_dict(self._inner_state)  # type: ignore[attr-defined]
-        return self._deliver_batches(self._mark_rounds())
+        self.inner_loader.load_state_dict(self._inner_state)  # type: ignore[attr-defined]
+        return self._deliver_batches(self._iterate_steps())
 
-    def _skip_to(self, num_rounds: int, num_cut: int) -> tuple[int, Iterator[Delivery]]:
-        """Read the dataset from its first sample. Skipped samples are collated only by persistent workers.
+    def _skip_samples(self, num_steps: int, num_samples: int) -> tuple[int, Iterator[Delivery]]:
+        """Read the dataset from its first sample, and skip samples. Only persistent workers collate skipped samples.
 
         Args:
-            num_rounds: Number of steps to skip.
-            num_cut: Number of samples to skip in the following step.
+            num_steps: Number of steps to skip.
+            num_samples: Number of samples to skip in the following step.
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
         """
-        if self.inner.persistent_workers and not num_cut:
+        if self.inner_loader.persistent_workers and not num_samples:
             # Persistent workers would continue to skip in the next pass if this one ends too early.
             self._collate.start_pass()
         else:
-            self._collate.start_pass(num_rounds, num_cut)
-        rounds = self._mark_rounds()
-        consumed = num_cut + sum(collated.num_samples for collated, _ in islice(rounds, num_rounds))
-        return consumed, self._deliver_batches(rounds)
+            self._collate.start_pass(num_steps, num_samples)
+        steps = self._iterate_steps()
+        num_consumed = num_samples + sum(collated.num_samples for collated, _ in islice(steps, num_steps))
+        return num_consumed, self._deliver_batches(steps)
 
-    def keep_dataset_state(self, is_kept: bool) -> None:
+    def set_dataset_state_saving(self, is_saved: bool) -> None:
         """Set whether saved positions include the dataset's `state_dict()` after each step, from the next pass on.
 
         The states are needed if the script registers the dataset for checkpointing. Loading a checkpoint then restores
@@ -506,89 +562,108 @@ class StreamFeed:
         StatefulDataLoader.
 
         Args:
-            is_kept: Whether to include the dataset's state.
+            is_saved: Whether to include the dataset's state.
 
         Raises:
-            DataError: If `is_kept` is True and the dataset shuffles with a buffer. The dataset's state lacks the
+            DataError: If `is_saved` is True and the dataset shuffles with a buffer. The dataset's state lacks the
                 samples in the buffer.
         """
-        if is_kept and has_shuffle_buffer(self.source.dataset):
+        if is_saved and has_shuffle_buffer(self.user_loader.dataset):
             raise DataError(
                 "the registered stream is shuffled by a buffer, and datasets saves its state without the samples in the buffer, so a "
                 "resumed run would lose them. Leave out register_for_checkpointing(dataset): the loader finds its position by "
                 "reading the stream again. headway.ShardedDataset shuffles files by a buffer that can be resumed without reading"
             )
-        self._keeps_dataset_state = is_kept
+        self._saves_dataset_state = is_saved
 
-    def follow_pass(self, epoch: int) -> None:
+    def draw_for_remote_pass(self, epoch: int) -> None:
         """Record that a pass starts that another process reads for this rank. Nothing is read.
 
-        No random numbers are drawn, because `open_pass` has drawn those of an iterable dataset's loader.
+        No random numbers are drawn, because `draw_iter_seeds` has drawn those of an iterable dataset's loader.
 
         Args:
             epoch: Unused.
         """
-        self._base_seed.start_pass(self.inner, is_given=False)
+        self._base_seed.start_pass(self.inner_loader, is_used=False)
 
-    def _find_start(self, consumed: int, loaded: State) -> tuple[int, int]:
+    def _find_start(self, num_consumed: int, loaded: State) -> tuple[int, int]:
         """Return where a pass starts, as a pair of (steps to skip, samples to skip in the following step).
 
         Warn if the sizes of the steps have changed and the saved state does not describe the order of the samples.
 
         Args:
-            consumed: Number of samples consumed in the epoch, on all ranks together.
+            num_consumed: Number of samples consumed in the epoch, on all ranks together.
             loaded: Saved state of the pass; empty if there is none.
 
         Raises:
             DataError: If the order of the samples has changed since the state was saved, and the saved order cannot be
                 read any more.
         """
-        before = _get_read_order(loaded)
-        if before is not None and before != self._read_order:
-            name = type(self.source.dataset).__name__
-            raise DataError(_load_turns().describe_other_order(name, consumed, before, self._read_order))
-        if self._followed_order is None and loaded.get("round_size") == self.round_size:
+        saved_order = _get_read_order(loaded)
+        if saved_order is not None and saved_order != self._read_order:
+            name = type(self.user_loader.dataset).__name__
+            message = _load_turns_extension().describe_other_order(name, num_consumed, saved_order, self._read_order)
+            raise DataError(message)
+        if self._followed_order is None and loaded.get("round_size") == self.samples_per_step:
             return int(loaded["num_rounds"]), 0
-        if before is None and consumed and (self._active_shards is not None or self.inner.num_workers > 1):
-            is_whole = self._active_shards is None
-            readers = "Several workers read in turn" if is_whole else "Each rank reads its own shards"
+        has_several_readers = self._active_shards is not None or self.inner_loader.num_workers > 1
+        if saved_order is None and num_consumed and has_several_readers:
+            readers = (
+                "Several workers read in turn" if self._active_shards is None else "Each rank reads its own shards"
+            )
             warn(
-                f"a stream is resumed after {consumed} samples with rounds of {self.round_size} samples instead of "
+                f"a stream is resumed after {num_consumed} samples with steps of {self.samples_per_step} samples instead of "
                 f"{loaded.get('round_size', 'an unknown number')}. {readers}, so some samples may be read twice and others not at "
                 "all. Resume with the same number of ranks and the same batch size to be exact",
                 HeadwayWarning,
                 stacklevel=2,
             )
-        return divmod(consumed, self.round_size)
+        return divmod(num_consumed, self.samples_per_step)
 
-    def _choose_read_order(self, saved: StreamReadOrder | None, epoch: int) -> None:
+    def _choose_read_order(self, saved_order: StreamReadOrder | None, epoch: int) -> None:
         """Choose the sample order of a pass: the order of the saved pass that it continues, or this run's own order.
 
         If the two orders differ and the saved one can be followed, every rank follows it by reading all samples of the
         dataset, with at most one worker.
 
         Args:
-            saved: Sample order of the saved pass; None if the pass starts from the beginning.
+            saved_order: Sample order of the saved pass; None if the pass starts from the beginning.
             epoch: Number of the epoch.
         """
-        is_followed = saved is not None and saved != self._default_read_order and self._can_follow(saved)
-        if not is_followed and self._followed_order is None:
+        followed_order = None
+        if saved_order is not None and saved_order != self._default_read_order and self._can_follow(saved_order):
+            followed_order = saved_order
+        if followed_order is None and self._followed_order is None:
             return
-        self._followed_order, self._epoch = saved if is_followed else None, epoch
+        self._followed_order, self._epoch = followed_order, epoch
         shards = self._configured_shards
         if shards is not None:
-            self._active_shards = None if is_followed else shards
-            split = shards.whole_split if is_followed else self._configured_split
-            self._split_without_window = split
-            self._collate.split = replace(split, is_even=self._collate.split.is_even)
-            self._collate.ranks = (shards.index,) if is_followed else (0,)
-            self._collate.is_compared = is_followed and shards.mark_whole is not None
-            self._mark_last = (shards.mark_whole or mark_last) if is_followed else shards.mark_last
-        is_pinning = self.inner.pin_memory
-        self.inner = self._build_loader()
-        self.inner.pin_memory = is_pinning
-        if is_followed and (shards is not None or self.source.num_workers > 1):
-            log.warning_once(_load_turns().describe_whole_reading(type(self.source.dataset).__name__, saved))
+            if followed_order is None:
+                self._read_own_shards(shards)
+            else:
+                self._read_all_shards(shards)
+        self._replace_inner_loader()
+        if followed_order is not None and (shards is not None or self.user_loader.num_workers > 1):
+            name = type(self.user_loader.dataset).__name__
+            log.warning_once(_load_turns_extension().describe_whole_reading(name, followed_order))
+
+    def _read_own_shards(self, shards: OwnShards) -> None:
+        """Let this rank read only its own shards of the dataset, from the next pass on."""
+        self._active_shards = shards
+        self._split_by_batch_size = self._configured_split
+        self._collate.split = replace(self._configured_split, even_batches=self._collate.split.even_batches)
+        self._collate.ranks = (0,)
+        self._collate.takes_fingerprints = False
+        self._mark_last = shards.mark_last
+
+    def _read_all_shards(self, shards: OwnShards) -> None:
+        """Let this rank read the dataset in full and keep its slice of each step, from the next pass on."""
+        self._active_shards = None
+        self._split_by_batch_size = shards.full_read_split
+        self._collate.split = replace(shards.full_read_split, even_batches=self._collate.split.even_batches)
+        self._collate.ranks = (shards.index,)
+        self._collate.takes_fingerprints = shards.compare_full_reads is not None
+        self._mark_last = shards.compare_full_reads or mark_last
 
     def _can_follow(self, order: StreamReadOrder) -> bool:
         """Whether a single reader can read the dataset in the order of a saved pass.
@@ -599,13 +674,16 @@ class StreamFeed:
             order: Sample order of the saved pass.
         """
         num_ranks = order.num_shard_readers
-        return order.num_workers == 1 and (num_ranks == 1 or is_shardable(self.source.dataset, num_ranks))
+        return order.num_workers == 1 and (num_ranks == 1 or is_shardable(self.user_loader.dataset, num_ranks))
 
-    def _build_ordered(self, order: StreamReadOrder) -> Any:
-        dataset, num_ranks = self.source.dataset, order.num_shard_readers
+    def _build_ordered_dataset(self, order: StreamReadOrder) -> Any:
+        """Return the dataset, or a wrapper around it that yields its samples in the order of a saved pass."""
+        dataset, num_ranks = self.user_loader.dataset, order.num_shard_readers
         if num_ranks == 1:
             return dataset
-        return _load_turns().ShardTurns(dataset, num_ranks, order.samples_per_step, self.source.drop_last, self._epoch)
+        return _load_turns_extension().ShardTurns(
+            dataset, num_ranks, order.samples_per_turn, self.user_loader.drop_last, self._epoch
+        )
 
     @property
     def _read_order(self) -> StreamReadOrder:
@@ -615,32 +693,38 @@ class StreamFeed:
     @property
     def _default_read_order(self) -> StreamReadOrder:
         """Sample order of a pass that does not continue a saved one."""
-        num_workers = max(1, self.source.num_workers)
+        num_workers = max(1, self.user_loader.num_workers)
         if self._configured_shards is not None:
-            size = self._configured_split.round_size or 1
+            size = self._configured_split.samples_per_step or 1
             return StreamReadOrder(self._configured_shards.count, num_workers, size)
         if num_workers == 1:
             return StreamReadOrder(1, 1, 1)
-        size = self._collate.split.round_size or 1
-        num_ranks = self._split_without_window.count if self._worker_reads_one_rank else 1
+        size = self._collate.split.samples_per_step or 1
+        num_ranks = self._split_by_batch_size.num_ranks if self._worker_reads_one_rank else 1
         return StreamReadOrder(1, num_workers, size // num_ranks)
 
-    def _mark_rounds(self) -> Iterator[tuple[CollatedStep, bool]]:
-        return self._mark_last(self._attach_states(self._read_rounds()))
+    def _iterate_steps(self) -> Iterator[tuple[CollatedStep, bool]]:
+        """Return an iterator over pairs of (collated step, whether it is the last one)."""
+        return self._mark_last(self._attach_states(self._read_steps()))
 
-    def _read_rounds(self) -> Iterator[CollatedStep]:
+    def _read_steps(self) -> Iterator[CollatedStep]:
         if self._joins_worker_batches:
-            return self._join_batches(iter(self.inner))
-        if self._collate.keeps_loose:
-            return self._regroup_leftovers(iter(self.inner))
+            return self._join_batches(iter(self.inner_loader))
+        if self._collate.returns_leftovers:
+            return self._regroup_leftovers(iter(self.inner_loader))
         if not self._isolates_dataset_rng:
-            return iter(self.inner)
-        return self._read_isolated(self._dataset_rng.call_with_states(lambda: iter(self.inner)))
+            return iter(self.inner_loader)
+        return self._read_isolated(self._dataset_rng.call_with_states(lambda: iter(self.inner_loader)))
 
     def _join_batches(self, batches: Iterator[list[Any]]) -> Iterator[CollatedStep]:
-        while several := list(islice(batches, self._collate.split.count)):
-            samples = [sample for batch in several for sample in batch]
-            if not self._collate.split.drop_last or len(samples) == self._collate.split.round_size:
+        """Yield steps that are collated from the raw samples of one batch per rank.
+
+        Args:
+            batches: Raw samples of one rank's batch at a time, rank 0 first.
+        """
+        while step_batches := list(islice(batches, self._collate.split.num_ranks)):
+            samples = [sample for batch in step_batches for sample in batch]
+            if not self._collate.split.drop_last or len(samples) == self._collate.split.samples_per_step:
                 yield self._collate(samples)
 
     def _regroup_leftovers(self, batches: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
@@ -651,17 +735,18 @@ class StreamFeed:
         Args:
             batches: Results that the collate function returned in the workers.
         """
-        split = self._collate.split
-        size = (split.round_size or 0) // split.count
-        loose: list[Any] = []
+        samples_per_step = self._collate.split.samples_per_step or 0
+        samples_per_rank = samples_per_step // self._collate.split.num_ranks
+        leftovers: list[Any] = []
         for collated in batches:
-            if collated.loose is None:
+            if collated.leftovers is None:
                 yield collated
                 continue
-            loose += collated.loose[: len(collated.loose) // size * size]
-            while len(loose) >= size * split.count:
-                yield self._collate.collate_round(loose[: size * split.count], [])
-                del loose[: size * split.count]
+            num_used = len(collated.leftovers) // samples_per_rank * samples_per_rank
+            leftovers += collated.leftovers[:num_used]
+            while len(leftovers) >= samples_per_step:
+                yield self._collate.collate_step(leftovers[:samples_per_step], [])
+                del leftovers[:samples_per_step]
 
     def _read_isolated(self, batches: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
         """Yield the batches of an iterator, reading each one with the dataset's own RNG states (`DatasetRNGStates`).
@@ -672,28 +757,33 @@ class StreamFeed:
         while (collated := self._dataset_rng.call_with_states(lambda: next(batches, None))) is not None:
             yield collated
 
-    def _attach_states(self, batches: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
-        for collated in batches:
+    def _attach_states(self, steps: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
+        """Yield the steps that have samples, with the state of the StatefulDataLoader or of the dataset if needed.
+
+        The state must be read here, directly after the step, because later iterators read one step ahead.
+        """
+        for collated in steps:
             if self._is_stateful:
-                collated = collated._replace(state=self.inner.state_dict())  # type: ignore[attr-defined]
+                collated = collated._replace(state=self.inner_loader.state_dict())  # type: ignore[attr-defined]
             elif self._records_dataset_state:
-                collated = collated._replace(state=copy.deepcopy(self.source.dataset.state_dict()))  # type: ignore[attr-defined]
+                collated = collated._replace(state=copy.deepcopy(self.user_loader.dataset.state_dict()))  # type: ignore[attr-defined]
             if collated.num_samples:
                 yield collated
 
-    def _deliver_batches(self, rounds: Iterator[tuple[CollatedStep, bool]]) -> Iterator[Delivery]:
-        for collated, is_last in rounds:
-            self._num_rounds += 1
+    def _deliver_batches(self, steps: Iterator[tuple[CollatedStep, bool]]) -> Iterator[Delivery]:
+        """Yield each batch with its `RankBatch`, and record the position and the states after each step."""
+        for collated, is_last in steps:
+            self._num_steps += 1
             if self._records_dataset_state:
                 self._store_dataset_state(collated.state)
             else:
                 self._inner_state = collated.state
-            for batch, share in zip(collated.batches, collated.shares):
-                if is_last or self.inner.pin_memory:
+            for batch, rank_batch in zip(collated.batches, collated.rank_batches):
+                if is_last or self.inner_loader.pin_memory:
                     # Some versions of torch convert a tuple to a list when they pin memory.
-                    counts = None if share.valid_counts is None else tuple(share.valid_counts)
-                    share = share._replace(is_last=is_last, valid_counts=counts)
-                yield batch, share
+                    counts = None if rank_batch.valid_counts is None else tuple(rank_batch.valid_counts)
+                    rank_batch = rank_batch._replace(is_last=is_last, valid_counts=counts)
+                yield batch, rank_batch
         self._dataset_rng.end_pass(is_complete=True)
 
     def _store_dataset_state(self, state: Any) -> None:
@@ -728,7 +818,11 @@ class StreamFeed:
         of a StatefulDataLoader is left out, because it is valid only for the latest batch.
         """
         began = {**self._base_seed.state(True), **self._generators.state(True), **self._dataset_rng.state()}
-        position = {"num_rounds": self._num_rounds, "round_size": self.round_size, "reading": list(self._read_order)}
+        position = {
+            "num_rounds": self._num_steps,
+            "round_size": self.samples_per_step,
+            "reading": list(self._read_order),
+        }
         return {**began, **position, **({"dataset": self._dataset_state} if self._has_dataset_position else {})}
 
     def state_after_break(self) -> State:
@@ -750,7 +844,7 @@ class StreamFeed:
         if name == "collate_fn":
             self._collate.collate_fn = value
         else:
-            set_on_reader(self.inner, name, value)
+            set_loader_attribute(self.inner_loader, name, value)
 
     def load_state(self, state: State) -> None:
         """Load the state that `state`, `position_state` or `state_after_break` returned. The next pass starts from it.
@@ -765,9 +859,9 @@ class StreamFeed:
         self._generators.load_state(state)
         if self._isolates_dataset_rng:
             self._dataset_rng.load_state(state)
-        self._loaded = {name: value for name, value in state.items() if name in _KEPT}
-        is_mine = state.get("round_size") == self.round_size and state.get("reader") == self._reader
-        is_mine = is_mine and not has_shuffle_buffer(self.source.dataset)
+        self._loaded = {name: value for name, value in state.items() if name in _POSITION_KEYS}
+        is_mine = state.get("round_size") == self.samples_per_step and state.get("reader") == self._reader
+        is_mine = is_mine and not has_shuffle_buffer(self.user_loader.dataset)
         # Without a dataset state, torchdata's loader too reads from the start, but miscounts from the second resume on.
         if not (is_mine and self._is_stateful and has_dataset_state(state.get("inner"))):
             self._loaded.pop("inner", None)
@@ -783,7 +877,7 @@ def _get_read_order(state: State) -> StreamReadOrder | None:
     return None if order is None else StreamReadOrder(*order)
 
 
-def _load_turns() -> Any:
+def _load_turns_extension() -> Any:
     """Return the extension that continues a pass after the number of ranks or workers has changed.
 
     It is imported on first use.
@@ -791,13 +885,13 @@ def _load_turns() -> Any:
     return extensions.load("feature", "read_in_turns")
 
 
-def has_dataset_state(inner: Any) -> bool:
+def has_dataset_state(inner_loader: Any) -> bool:
     """Whether a state dict of torchdata's StatefulDataLoader contains the state of a dataset or of its iterator."""
-    if not isinstance(inner, dict):
+    if not isinstance(inner_loader, dict):
         return False
-    snapshot = inner.get("_snapshot")
+    snapshot = inner_loader.get("_snapshot")
     workers = snapshot.get("_worker_snapshots") if isinstance(snapshot, dict) else None
-    for each in workers.values() if isinstance(workers, dict) else (inner,):
+    for each in workers.values() if isinstance(workers, dict) else (inner_loader,):
         fetcher = each.get("fetcher_state") or {}
         if each.get("dataset_state") is not None or fetcher.get("dataset_iter_state") is not None:
             return True

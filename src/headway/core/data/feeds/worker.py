@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from headway.core.data.feeds.protocol import State
-from headway.core.data.sampling.rng import read_text
+from headway.core.data.sampling.rng import encode_global_states
 from headway.core.runtime.seed import mix_seed
 from headway.core.runtime.signals import add_listener, list_handled_signals
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _SIGNAL_TIMEOUT = 2.0
 """Seconds that a worker that has received a signal waits for its rank to report that it has received one too."""
-_SETTINGS = [
+_COPIED_SETTINGS = [
     "collate_fn", "num_workers", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn", "persistent_workers", "in_order",
 ]  # fmt: skip
 
@@ -61,22 +61,22 @@ class SeededIndices(list[Any]):
 
     Args:
         indices: Sample indices of a batch.
-        stream: Seed of the epoch.
+        epoch_seed: Seed of the workers' generators in the epoch.
         position: Position of the first index in the epoch's order.
     """
 
-    def __init__(self, indices: Sequence[Any], stream: int, position: int) -> None:
+    def __init__(self, indices: Sequence[Any], epoch_seed: int, position: int) -> None:
         super().__init__(indices)
-        self.stream = stream
+        self.epoch_seed = epoch_seed
         self.position = position
 
     def __reduce__(self) -> tuple[object, ...]:
         # A slice is a plain list. Iterating over self would seed the parent's generators.
-        return _unpickle_indices, (self[:], self.stream, self.position)
+        return _unpickle_indices, (self[:], self.epoch_seed, self.position)
 
     def __iter__(self) -> Iterator[Any]:
         for offset in range(len(self)):
-            seed_generators(mix_seed(self.stream, self.position + offset))
+            seed_generators(mix_seed(self.epoch_seed, self.position + offset))
             yield self[offset]
 
 
@@ -86,22 +86,25 @@ class IndexWithCall:
     The dataset gets the index itself.
 
     Args:
-        index: Index that the dataset receives.
-        act: Function to call. It must be a module-level function, so that it can be pickled.
-        value: Argument of the function.
+        index: Index that the dataset receives, or batch of indices.
+        function: Function to call. It must be a module-level function, so that it can be pickled.
+        argument: Argument of the function.
     """
 
-    def __init__(self, index: Any, act: Callable[[Any], None], value: int | str) -> None:
-        self._sent = index, act, value
+    def __init__(self, index: Any, function: Callable[[Any], None], argument: int | str) -> None:
+        self._index = index
+        self._function = function
+        self._argument = argument
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _act_then_return, self._sent
+        return _call_and_return_index, (self._index, self._function, self._argument)
 
 
 def is_read_one_by_one(dataset: object) -> bool:
     """Whether torch fetches each sample of a batch separately, and the dataset may draw random numbers.
 
-    A `Subset` counts as the dataset inside it.
+    False for a dataset that fetches a batch at once (`__getitems__`), and for types that draw no random numbers, such
+    as a list or a TensorDataset. A `Subset` counts as the dataset inside it.
     """
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -110,41 +113,41 @@ def is_read_one_by_one(dataset: object) -> bool:
     return not callable(getattr(dataset, "__getitems__", None))
 
 
-def _unpickle_indices(indices: list[Any], stream: int, position: int) -> SeededIndices:
+def _unpickle_indices(indices: list[Any], epoch_seed: int, position: int) -> SeededIndices:
     # A dataset that fetches the whole batch at once may use the list without iterating over it.
-    seed_generators(mix_seed(stream, position))
-    return SeededIndices(indices, stream, position)
+    seed_generators(mix_seed(epoch_seed, position))
+    return SeededIndices(indices, epoch_seed, position)
 
 
-def _act_then_return(index: object, act: Callable[[Any], None], value: int | str) -> Any:
-    act(value)
+def _call_and_return_index(index: object, function: Callable[[Any], None], argument: int | str) -> Any:
+    function(argument)
     return index
 
 
 def start_worker(
-    worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: "Event", worker_id: int
+    worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], rank_got_signal: "Event", worker_id: int
 ) -> None:
     """Install the worker's signal handlers, then call the user's worker_init_fn.
 
     The first signal of each kind is ignored if the rank reports within 2 s that it has received a signal too, because
-    the rank then ends its workers. Any other signal of `signals` ends the worker.
+    the rank then ends its workers. Any other signal of `signals` ends the worker, with exit code 0.
 
     Args:
-        worker_init_fn: User's function, or None.
+        worker_init_fn: User's function; None to call nothing.
         signals: Numbers of the signals that request the end of the run.
-        heard: Event that the rank sets when it has received one of these signals.
+        rank_got_signal: Event that the rank sets when it has received one of these signals.
         worker_id: Index of the worker, from 0.
     """
-    seen: set[int] = set()
+    handled: set[int] = set()
 
-    def leave_to_rank(number: int, frame: FrameType | None) -> None:
-        is_first = number not in seen
-        seen.add(number)
-        if not (is_first and heard.wait(_SIGNAL_TIMEOUT)):
+    def exit_unless_rank_got_signal(number: int, frame: FrameType | None) -> None:
+        is_first = number not in handled
+        handled.add(number)
+        if not (is_first and rank_got_signal.wait(_SIGNAL_TIMEOUT)):
             os._exit(0)  # as torch's worker does when its rank terminates it
 
     for number in signals:
-        signal.signal(number, leave_to_rank)
+        signal.signal(number, exit_unless_rank_got_signal)
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
 
@@ -154,7 +157,8 @@ class WorkerBatch(NamedTuple):
 
     Attributes:
         batch: Return value of the user's collate function.
-        rng_states: RNG states of the worker after the batch; None if unchanged since its previous batch.
+        rng_states: RNG states of the worker after the batch, in the format of `encode_global_states`; None if unchanged
+            since its previous batch.
     """
 
     batch: Any
@@ -170,15 +174,15 @@ class WorkerStateCollate:
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
-        self._last: str | None = None
+        self._last_states: str | None = None
 
     def __call__(self, samples: object) -> WorkerBatch:
         """Collate the samples, and return the batch with the worker's RNG states after the collation."""
         batch = self.collate_fn(samples)
-        rng_states = read_text()
-        moved = None if rng_states == self._last else rng_states
-        self._last = rng_states
-        return WorkerBatch(batch, moved)
+        rng_states = encode_global_states()
+        changed_states = None if rng_states == self._last_states else rng_states
+        self._last_states = rng_states
+        return WorkerBatch(batch, changed_states)
 
 
 class WorkerRNGStates:
@@ -194,15 +198,15 @@ class WorkerRNGStates:
     def __init__(self, num_workers: int, is_persistent: bool) -> None:
         self._is_persistent = is_persistent
         self._rng_states: list[str | None] = [None] * num_workers
-        self._num_batches = 0
-        self._are_sent = False
-        self._loaded: tuple[list[str | None], int] | None = None
+        self._num_batches = 0  # batches read in the pass, including those before a resume
+        self._sends_initial_states = False
+        self._loaded: tuple[list[str | None], int] | None = None  # states of the workers and number of batches
 
-    def start_pass(self, is_seeking: bool) -> int:
+    def start_pass(self, is_resumed: bool) -> int:
         """Start a pass, and choose the RNG states that the workers get at its start.
 
         Args:
-            is_seeking: Whether the pass resumes in the middle of an epoch.
+            is_resumed: Whether the pass resumes in the middle of an epoch.
 
         Returns:
             Number of batches to read again and discard. It is 0, unless the pass is a resumed one whose state was saved
@@ -212,16 +216,16 @@ class WorkerRNGStates:
         loaded, self._loaded = self._loaded, None
         self._num_batches = 0
         if not self._is_persistent:
-            self._are_sent = False
+            self._sends_initial_states = False
             self._rng_states = [None] * len(self._rng_states)
-        if loaded is None or not (is_seeking or self._is_persistent):
+        if loaded is None or not (is_resumed or self._is_persistent):
             return 0
         rng_states, num_batches = loaded
-        if is_seeking and None in rng_states:
+        if is_resumed and None in rng_states:
             return num_batches
         self._rng_states = rng_states
-        self._are_sent = True
-        self._num_batches = num_batches if is_seeking else 0
+        self._sends_initial_states = True
+        self._num_batches = num_batches if is_resumed else 0
         return 0
 
     def list_initial_states(self) -> list[str | None]:
@@ -230,22 +234,27 @@ class WorkerRNGStates:
         An element is None for a worker that keeps its own states. The list is empty if no states have to be sent.
         States are sent in a resumed pass and, to persistent workers, also in each later pass.
         """
-        if not self._are_sent:
+        if not self._sends_initial_states:
             return []
-        count = len(self._rng_states)
-        return [self._rng_states[(self._num_batches + number) % count] for number in range(count)]
+        # Batch k comes from worker k mod num_workers, but a new worker 0 always delivers the first batch after a resume.
+        num_workers = len(self._rng_states)
+        return [self._rng_states[(self._num_batches + worker) % num_workers] for worker in range(num_workers)]
 
-    def record_batch(self, carried: WorkerBatch) -> Any:
-        """Record the RNG states that were sent with a batch, and return the user's batch."""
-        if carried.rng_states is not None:
-            self._rng_states[self._num_batches % len(self._rng_states)] = carried.rng_states
+    def record_batch(self, worker_batch: WorkerBatch) -> Any:
+        """Record the RNG states that were sent with a batch, and return the user's batch.
+
+        Call it for the batches of a pass in order, because their position shows from which worker they come.
+        """
+        if worker_batch.rng_states is not None:
+            self._rng_states[self._num_batches % len(self._rng_states)] = worker_batch.rng_states
         self._num_batches += 1
-        return carried.batch
+        return worker_batch.batch
 
     def state(self, is_running: bool) -> State:
-        """Return {"workers": RNG states of the workers and number of batches read in the pass}.
+        """Return {"workers": {"streams": RNG states by worker, "num_batches": number of batches read in the pass}}.
 
-        The result is empty between passes if workers are not persistent.
+        The states are text, or None for a worker that has not delivered a batch. The result is empty between passes if
+        workers are not persistent.
 
         Args:
             is_running: Whether a pass is in progress.
@@ -262,13 +271,13 @@ class WorkerRNGStates:
         Args:
             state: State returned by `state`. If it has no "workers", earlier loaded states are discarded.
         """
-        told = state.get("workers", {"streams": (), "num_batches": 0})
-        fits = len(told["streams"]) == len(self._rng_states)
-        self._loaded = (list(told["streams"]), told["num_batches"]) if fits else None
+        workers = state.get("workers", {"streams": (), "num_batches": 0})
+        is_same_count = len(workers["streams"]) == len(self._rng_states)
+        self._loaded = (list(workers["streams"]), workers["num_batches"]) if is_same_count else None
 
 
 def rebuild_loader(
-    loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any
+    loader: DataLoader[Any], loader_class: type[DataLoader[Any]] = DataLoader, **changes: Any
 ) -> DataLoader[Any]:
     """Return a new loader with the settings of `loader`, except for `changes`.
 
@@ -278,28 +287,29 @@ def rebuild_loader(
 
     Args:
         loader: User's loader.
-        kind: Class of the new loader. Default: torch's DataLoader.
+        loader_class: Class of the new loader. Default: torch's DataLoader.
         changes: Keyword arguments of the new loader's class that replace the user's settings, such as the sampler.
     """
     # Settings differ between versions of torch; copy those that this version has.
-    names = _SETTINGS + (["multiprocessing_context", "prefetch_factor"] if loader.num_workers > 0 else [])
-    names += ["snapshot_every_n_steps"] if hasattr(kind, "state_dict") else []
+    names = _COPIED_SETTINGS + (["multiprocessing_context", "prefetch_factor"] if loader.num_workers > 0 else [])
+    if hasattr(loader_class, "state_dict"):  # torchdata's StatefulDataLoader
+        names += ["snapshot_every_n_steps"]
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     settings["worker_init_fn"] = _wrap_init_fn(loader, settings["worker_init_fn"])
-    return kind(**{"dataset": loader.dataset, "generator": torch.Generator(), **settings, **changes})
+    return loader_class(**{"dataset": loader.dataset, "generator": torch.Generator(), **settings, **changes})
 
 
-def set_on_reader(reader: DataLoader[Any], name: str, value: Any) -> None:
+def set_loader_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:
     """Set an attribute of a loader that `rebuild_loader` created.
 
     A new worker_init_fn is wrapped, so that workers still leave the signals that this process handles to it.
 
     Args:
-        reader: Loader to change.
+        loader: Loader to change.
         name: Name of the attribute.
         value: New value.
     """
-    setattr(reader, name, _wrap_init_fn(reader, value) if name == "worker_init_fn" else value)
+    setattr(loader, name, _wrap_init_fn(loader, value) if name == "worker_init_fn" else value)
 
 
 def _wrap_init_fn(loader: DataLoader[Any], worker_init_fn: Any) -> Any:
@@ -312,6 +322,6 @@ def _wrap_init_fn(loader: DataLoader[Any], worker_init_fn: Any) -> Any:
     if not signals:
         return worker_init_fn
     context = loader.multiprocessing_context or multiprocessing
-    heard = context.Event()
-    add_listener(heard.set)
-    return partial(start_worker, worker_init_fn, signals, heard)
+    rank_got_signal = context.Event()
+    add_listener(rank_got_signal.set)
+    return partial(start_worker, worker_init_fn, signals, rank_got_signal)

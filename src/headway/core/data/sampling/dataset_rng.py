@@ -25,10 +25,10 @@ from headway.core.data.feeds.protocol import State
 from headway.core.data.sampling.handover import DatasetHandover
 from headway.core.data.sampling.rng import (
     STATE_WRITERS,
+    decode_state,
     derive_state,
+    encode_state,
     has_same_state,
-    read_state_text,
-    write_state_text,
 )
 from headway.core.runtime import seed
 
@@ -103,16 +103,14 @@ class DatasetRNGStates:
                 Default: False.
         """
         if self._shared is None:
-            for place, state in self._dataset.items():
-                STATE_WRITERS[place](state)
+            for index, state in self._dataset.items():
+                STATE_WRITERS[index](state)
         elif is_complete and 0 in self._starts:
-            starts = {place: text for place, (_, text) in self._starts.items()}
+            starts = {index: text for index, (_, text) in self._starts.items()}
             changed = {
-                place: state
-                for place, state in self._dataset.items()
-                if write_state_text(state, place) != starts[place]
+                index: state for index, state in self._dataset.items() if encode_state(state, index) != starts[index]
             }
-            self._shared.end_pass(read_state_text(starts[0], 0), changed)
+            self._shared.end_pass(decode_state(starts[0], 0), changed)
         self._dataset = {}
         self._starts = {}
 
@@ -130,7 +128,7 @@ class DatasetRNGStates:
         self._shared = shared
         if shared is not None:
             parts = shared.start_pass(bool(self._starts)).split(" ")
-            self._starts = {place: (0, part) for place, part in enumerate(parts)} | self._starts
+            self._starts = {index: (0, part) for index, part in enumerate(parts)} | self._starts
 
     def call_with_states(self, act: Callable[[], Result]) -> Result:
         """Call `act` with the global generators set to the dataset's RNG states, and return its result.
@@ -141,24 +139,24 @@ class DatasetRNGStates:
         Args:
             act: Function that fetches data from the dataset.
         """
-        for place, (number, text) in self._starts.items():
-            if place not in self._dataset and number == self._num_fetched:
-                self._dataset[place] = read_state_text(text, place)
+        for index, (number, text) in self._starts.items():
+            if index not in self._dataset and number == self._num_fetched:
+                self._dataset[index] = decode_state(text, index)
         outside = [read() for read in self._readers]
-        for place, state in self._dataset.items():
-            STATE_WRITERS[place](state)
+        for index, state in self._dataset.items():
+            STATE_WRITERS[index](state)
         try:
             return act()
         finally:
-            for place, was in enumerate(outside):
-                now = self._readers[place]()
-                if place in self._dataset:
-                    self._dataset[place] = now
-                    STATE_WRITERS[place](was)
+            for index, was in enumerate(outside):
+                now = self._readers[index]()
+                if index in self._dataset:
+                    self._dataset[index] = now
+                    STATE_WRITERS[index](was)
                 elif not has_same_state(now, was):
-                    self._starts[place] = self._num_fetched, write_state_text(was, place)
-                    self._dataset[place] = now
-                    STATE_WRITERS[place](derive_state(now, place))
+                    self._starts[index] = self._num_fetched, encode_state(was, index)
+                    self._dataset[index] = now
+                    STATE_WRITERS[index](derive_state(now, index))
             self._num_fetched += 1
 
     def state(self) -> State:
@@ -168,7 +166,7 @@ class DatasetRNGStates:
         is empty if the dataset has not drawn any random numbers.
         """
         starts = self._starts or self._loaded
-        return {"lines": [[place, *start] for place, start in sorted(starts.items())]} if starts else {}
+        return {"lines": [[index, *start] for index, start in sorted(starts.items())]} if starts else {}
 
     def state_after_break(self) -> State:
         """Return the dataset's current RNG states after a pass that was left early (by `break`).
@@ -178,12 +176,12 @@ class DatasetRNGStates:
         """
         if self._shared is not None:
             return {}  # the next pass gets new states
-        ends = [[place, -1, write_state_text(state, place)] for place, state in sorted(self._dataset.items())]
+        ends = [[index, -1, encode_state(state, index)] for index, state in sorted(self._dataset.items())]
         return {"lines": ends} if ends else {}
 
     def load_state(self, state: State) -> None:
         """Load states that `state` or `state_after_break` returned, for the next pass."""
-        lines = {int(place): (int(number), str(text)) for place, number, text in state.get("lines", ())}
-        self._loaded = {place: line for place, line in lines.items() if line[0] >= 0}
-        self._dataset = {place: read_state_text(text, place) for place, (number, text) in lines.items() if number < 0}
+        lines = {int(index): (int(number), str(text)) for index, number, text in state.get("lines", ())}
+        self._loaded = {index: line for index, line in lines.items() if line[0] >= 0}
+        self._dataset = {index: decode_state(text, index) for index, (number, text) in lines.items() if number < 0}
         self._starts = {}

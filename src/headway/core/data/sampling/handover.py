@@ -18,13 +18,13 @@ from typing import Any
 
 from headway.core.data.sampling.loader_generator import LoaderGenerator
 from headway.core.data.sampling.rng import (
-    Agree,
+    Broadcast,
     States,
+    decode_state,
     derive_state,
+    encode_global_states,
+    encode_seeded_states,
     has_same_state,
-    pack_seeded,
-    read_state_text,
-    read_text,
 )
 
 _UNUSED, _RUNNING, _ENDED = range(3)
@@ -41,8 +41,8 @@ class SamplerHandover:
 
     def __init__(self, stream: LoaderGenerator, saved: Sequence[int] | None = None) -> None:
         self._stream = stream
-        self._stage, *places = saved or (_UNUSED,)
-        self._separated = set(places)  # generators (0 torch, 1 Python, 2 NumPy) with separate sequences
+        self._stage, *indices = saved or (_UNUSED,)
+        self._separated = set(indices)  # generators (0 torch, 1 Python, 2 NumPy) with separate sequences
 
     @classmethod
     def without_effect(cls, stream: LoaderGenerator) -> "SamplerHandover":
@@ -66,7 +66,7 @@ class SamplerHandover:
         """
         if self._stage == _UNUSED:
             self._stage = _RUNNING
-            self._stream.write_states({place: after[place] for place in _find_changed(before, after)})
+            self._stream.write_states({index: after[index] for index in _find_changed(before, after)})
 
     def record_later(self, before: States, after: States) -> None:
         """Separate the stream from the sequences of generators from which the sampler draws after its first item.
@@ -76,9 +76,9 @@ class SamplerHandover:
             after: Global RNG states after it yielded them.
         """
         if self._stage != _ENDED:
-            new = [place for place in _find_changed(before, after) if place not in self._separated]
+            new = [index for index in _find_changed(before, after) if index not in self._separated]
             self._separated.update(new)
-            self._stream.write_states({place: derive_state(before[place], place) for place in new})
+            self._stream.write_states({index: derive_state(before[index], index) for index in new})
 
     def end(self, states: States) -> None:
         """Let the stream continue where separate sequences ended.
@@ -88,7 +88,7 @@ class SamplerHandover:
         """
         if self._stage != _ENDED:
             self._stage = _ENDED
-            self._stream.write_states({place: states[place] for place in sorted(self._separated)})
+            self._stream.write_states({index: states[index] for index in sorted(self._separated)})
 
     def state(self) -> list[int]:
         """Return the progress of this pass: its stage, and the indices of generators with separate sequences."""
@@ -100,13 +100,13 @@ class DatasetHandover:
 
     Args:
         stream: Random number stream from which the run's loaders draw.
-        agree: Function that returns rank 0's value on every rank; None if this process reads alone.
+        broadcast: Function that returns rank 0's value on every rank; None if this process reads alone.
     """
 
-    def __init__(self, stream: LoaderGenerator, agree: Agree | None) -> None:
+    def __init__(self, stream: LoaderGenerator, broadcast: Broadcast | None) -> None:
         self._stream = stream
-        self._is_alone = agree is None
-        self._agree: Agree = agree or (lambda value: value)
+        self._is_alone = broadcast is None
+        self._broadcast: Broadcast = broadcast or (lambda value: value)
 
     @property
     def is_needed(self) -> bool:
@@ -124,11 +124,11 @@ class DatasetHandover:
                 RNG states from a checkpoint, and its stream has moved already.
         """
         if is_resumed:
-            return str(self._agree(read_text()))
+            return str(self._broadcast(encode_global_states()))
         if self._stream.is_global:  # training draws from it, so the dataset gets states from a drawn seed
-            return str(self._agree(pack_seeded(self._stream.draw_seed())))
-        text = str(self._agree(self._stream.lend_states()))
-        self._stream.write_states({0: derive_state(read_state_text(text.split(" ")[0], 0), 0)})
+            return str(self._broadcast(encode_seeded_states(self._stream.draw_seed())))
+        text = str(self._broadcast(self._stream.lend_states()))
+        self._stream.write_states({0: derive_state(decode_state(text.split(" ")[0], 0), 0)})
         return text
 
     def end_pass(self, begun: Any, changed: dict[int, Any]) -> None:
@@ -147,4 +147,4 @@ class DatasetHandover:
 
 
 def _find_changed(before: States, after: States) -> list[int]:
-    return [place for place in range(3) if not has_same_state(before[place], after[place])]
+    return [index for index in range(3) if not has_same_state(before[index], after[index])]

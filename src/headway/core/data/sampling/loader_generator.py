@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader
 
 from headway.core.data.sampling.rng import (
     STATE_WRITERS,
-    decode,
-    encode,
-    pack_completed,
-    read_text,
+    decode_torch_state,
+    encode_global_states,
+    encode_torch_state,
+    encode_with_seeded_rest,
 )
 from headway.core.runtime import seed
 
@@ -69,7 +69,7 @@ class LoaderGenerator:
 
     def encode_state(self) -> str:
         """Return the state of the stream as text. The base seed of a loader's workers can be drawn from it."""
-        return encode(self._generator.get_state())
+        return encode_torch_state(self._generator.get_state())
 
     def lend_states(self) -> str:
         """Return the RNG states of torch, Python and NumPy with which a sampler or dataset starts to draw, as text.
@@ -78,8 +78,8 @@ class LoaderGenerator:
         stream is a copy of torch's generator, the process's global generator is advanced by one draw.
         """
         if self._generator is torch.default_generator:
-            return read_text()
-        text = pack_completed(self._generator.get_state())
+            return encode_global_states()
+        text = encode_with_seeded_rest(self._generator.get_state())
         _draw_seed(torch.default_generator)
         self._was_fresh = False
         return text
@@ -94,8 +94,8 @@ class LoaderGenerator:
             states: States by the index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
         """
         if self.is_global:
-            for place, state in states.items():
-                STATE_WRITERS[place](state)
+            for index, state in states.items():
+                STATE_WRITERS[index](state)
         elif 0 in states:
             self._generator.set_state(states[0])
         elif states:
@@ -167,20 +167,22 @@ class BaseSeed:
         self._is_open = True
 
     def _encode_state(self) -> str:
-        return self._stream.encode_state() if self._generator is None else encode(self._generator.get_state())
+        return (
+            self._stream.encode_state() if self._generator is None else encode_torch_state(self._generator.get_state())
+        )
 
-    def start_pass(self, inner: DataLoader[object], is_given: bool) -> None:
-        """Start a pass, and optionally give the workers of `inner` the base seed that was drawn.
+    def start_pass(self, inner_loader: DataLoader[object], is_used: bool) -> None:
+        """Start a pass, and optionally give the workers of `inner_loader` the base seed that was drawn.
 
         Args:
-            inner: DataLoader that reads the dataset, with its own generator.
-            is_given: Whether to give `inner` the base seed that a plain loader would draw, provided that it was drawn
-                and the loader has workers. Otherwise the generator of `inner` is unchanged.
+            inner_loader: DataLoader that reads the dataset, with its own generator.
+            is_used: Whether to give `inner_loader` the base seed that a plain loader would draw, provided that it was drawn
+                and the loader has workers. Otherwise the generator of `inner_loader` is unchanged.
         """
         self._is_open = False
-        generator = inner.generator
-        if is_given and self._origin and generator is not None:
-            generator.set_state(decode(self._origin))
+        generator = inner_loader.generator
+        if is_used and self._origin and generator is not None:
+            generator.set_state(decode_torch_state(self._origin))
 
     def state(self, is_running: bool) -> dict[str, str]:
         """Return {"base_seed": RNG state before the base seed was drawn, as text}; empty if no base seed was drawn.

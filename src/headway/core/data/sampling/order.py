@@ -33,7 +33,7 @@ from headway.core.data.loader import PreparedLoader
 from headway.core.data.sampling.handover import SamplerHandover
 from headway.core.data.sampling.loader_generator import LoaderGenerator
 from headway.core.data.sampling.own_generators import OwnGenerators
-from headway.core.data.sampling.rng import Agree, GlobalGenerators
+from headway.core.data.sampling.rng import Broadcast, GlobalGenerators
 from headway.core.runtime.seed import mix_seed
 from headway.errors import HeadwayWarning
 
@@ -180,13 +180,13 @@ class DrawnOrder:
     Args:
         items: Object whose length is the number of samples, such as a sampler. The length may change between epochs.
         stream: Random number stream to draw the seed from.
-        agree: Function that returns rank 0's seed on every rank; None if this process draws alone.
+        broadcast: Function that returns rank 0's seed on every rank; None if this process draws alone.
     """
 
-    def __init__(self, items: Sized, stream: LoaderGenerator, agree: Agree | None) -> None:
+    def __init__(self, items: Sized, stream: LoaderGenerator, broadcast: Broadcast | None) -> None:
         self.items = items
         self._stream = stream
-        self._agree = agree
+        self._broadcast = broadcast
         self._drawn: int | None = None
         self._opened: int | None = None
         self._loaded: int | None = None
@@ -210,7 +210,7 @@ class DrawnOrder:
             number = self._stream.draw_seed() if self._opened is None else self._opened
         self._opened = None
         # A resumed pass must call this collective as well. Otherwise, a rank that does not resume would wait for it.
-        self._drawn = number if self._agree is None else self._agree(number)
+        self._drawn = number if self._broadcast is None else self._broadcast(number)
         return draw_permutation(len(self.items), self._drawn)  # type: ignore[return-value]
 
     def __len__(self) -> int:
@@ -252,7 +252,7 @@ class SamplerOrder:
         is_seedable: Whether to seed the global generators from (seed, epoch). Otherwise they start with the state of
             `stream`, as with a plain loader, unless the sampler has its own `torch.Generator`.
         stream: Random number stream from which the run's loaders draw.
-        agree: Function that returns rank 0's value on every rank; None if this process draws alone.
+        broadcast: Function that returns rank 0's value on every rank; None if this process draws alone.
         is_synchronized: Whether random generators in the sampler start each epoch with rank 0's state.
     """
 
@@ -262,15 +262,15 @@ class SamplerOrder:
         seed: int,
         is_seedable: bool,
         stream: LoaderGenerator,
-        agree: Agree | None,
+        broadcast: Broadcast | None,
         is_synchronized: bool,
     ) -> None:
         self.sampler = sampler
         self.seed = seed
         self._stream = stream
-        self._own = OwnGenerators(sampler, agree if is_synchronized else None)
+        self._own = OwnGenerators(sampler, broadcast if is_synchronized else None)
         self._continues_global = not is_seedable and not self._own.has_torch
-        self._agree = agree
+        self._broadcast = broadcast
         self._stateful = _find_stateful(sampler)
         self._before: Any = None
         self._mark: State = {}
@@ -316,7 +316,7 @@ class SamplerOrder:
         loaded, self._loaded_global = self._loaded_global, None
         saved, self._loaded_handover = self._loaded_handover, None
         text = self._stream.lend_states() if loaded is None else loaded
-        agreed = str(text if self._agree is None else self._agree(text))
+        agreed = str(text if self._broadcast is None else self._broadcast(text))
         if loaded is not None:
             older = SamplerHandover.continue_older(self._stream)
             handover = older if saved is None else SamplerHandover(self._stream, saved)
@@ -524,14 +524,14 @@ class RandomSource:
         config: Loader configuration of the run.
         seed: Seed of this loader's order, equal on all ranks.
         stream: Random number stream from which the run's loaders draw.
-        agree: Function that returns rank 0's value on every rank; None if this process draws alone.
+        broadcast: Function that returns rank 0's value on every rank; None if this process draws alone.
         is_synchronized: Whether random generators in samplers start each epoch with rank 0's state.
     """
 
     config: DataLoaderConfiguration
     seed: int
     stream: LoaderGenerator
-    agree: Agree | None
+    broadcast: Broadcast | None
     is_synchronized: bool
 
 
@@ -542,24 +542,24 @@ class LoadingRules:
         reads_ahead: Whether to fetch the next batch of a map-style dataset before training on the current one. It
             applies to loaders without workers. Fetching a batch then draws from the global generators before training
             on the previous batch does.
-        leaves_workers: Whether workers keep torch's seeding even with several ranks. Otherwise their random numbers are
+        keeps_torch_worker_seeds: Whether workers keep torch's seeding even with several ranks. Otherwise their random numbers are
             functions of a sample's position, so that a resumed epoch is equal on any number of ranks.
-        opens_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
+        draws_order_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
             as torch's loaders do.
-        parts_streams: Whether loaders and training draw from separate random number streams if several ranks read one
+        separates_rng_streams: Whether loaders and training draw from separate random number streams if several ranks read one
             data shard.
-        refuses_unlike_data: Whether different data or samplers on different ranks raise `DataError`. Otherwise they
+        raises_for_unequal_data: Whether different data or samplers on different ranks raise `DataError`. Otherwise they
             cause one warning.
-        compares_streams: Whether ranks that each read an iterable dataset in full compare their samples, read with
+        compares_iterable_datasets: Whether ranks that each read an iterable dataset in full compare their samples, read with
             equal global RNG states, and end a pass together. Otherwise they exchange nothing.
     """
 
     reads_ahead = False
-    leaves_workers = False
-    opens_late = False
-    parts_streams = True
-    refuses_unlike_data = True
-    compares_streams = True
+    keeps_torch_worker_seeds = False
+    draws_order_late = False
+    separates_rng_streams = True
+    raises_for_unequal_data = True
+    compares_iterable_datasets = True
 
     def choose_order(self, sampler: Any, draws: RandomSource) -> SampleOrder:
         """Return the order of a sampler.
@@ -574,8 +574,8 @@ class LoadingRules:
         if type(sampler) is SequentialSampler or (is_shuffled and is_seedable):
             return PureOrder(sampler, is_shuffled, draws.seed)
         if is_shuffled:
-            return DrawnOrder(sampler, draws.stream, draws.agree)
-        return SamplerOrder(sampler, draws.seed, is_seedable, draws.stream, draws.agree, draws.is_synchronized)
+            return DrawnOrder(sampler, draws.stream, draws.broadcast)
+        return SamplerOrder(sampler, draws.seed, is_seedable, draws.stream, draws.broadcast, draws.is_synchronized)
 
     def wrap_loader(self, config: DataLoaderConfiguration, **parts: Any) -> PreparedLoader:
         """Create a prepared loader from its components.
@@ -606,7 +606,7 @@ class LoadingRules:
         """
         return bool(config.dispatch_batches)
 
-    def should_spread(self, is_dispatched: bool) -> bool:
+    def should_spread_last_step(self, is_dispatched: bool) -> bool:
         """Whether the samples of an incomplete last step are spread evenly over the ranks, as short batches.
 
         Otherwise the first ranks get full batches.

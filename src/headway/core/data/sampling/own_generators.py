@@ -10,13 +10,13 @@ import torch
 from headway.core.data.feeds.protocol import State
 from headway.core.data.sampling.rng import (
     TWISTERS,
-    Agree,
-    complete_state_text,
-    decode,
-    encode,
+    Broadcast,
+    complete_states_text,
+    decode_state,
+    decode_torch_state,
+    encode_state,
+    encode_torch_state,
     is_rng_states_text,
-    read_state_text,
-    write_state_text,
 )
 
 # A string, because numpy.random is imported on first use and most runs do not need it.
@@ -31,16 +31,16 @@ class OwnGenerators:
 
     Args:
         owner: Sampler, batch sampler or dataset.
-        agree: Function that returns rank 0's value on every rank, to start each epoch with rank 0's states; None to use
+        broadcast: Function that returns rank 0's value on every rank, to start each epoch with rank 0's states; None to use
             this process's states.
 
     Attributes:
         generators: Generators that were found in `owner`.
     """
 
-    def __init__(self, owner: Any, agree: Agree | None) -> None:
+    def __init__(self, owner: Any, broadcast: Broadcast | None) -> None:
         self.generators = find_generators(owner)
-        self._agree = agree if self.generators else None
+        self._broadcast = broadcast if self.generators else None
         self._begun: list[str] = []
         self._loaded: list[str] | None = None
 
@@ -56,11 +56,11 @@ class OwnGenerators:
     def start_epoch(self) -> None:
         """Start an epoch with the loaded states if there are any, or else with the generators' current states.
 
-        If an `agree` function was given, all ranks use rank 0's states. The states are stored, so that `rewind_epoch` can
+        If an `broadcast` function was given, all ranks use rank 0's states. The states are stored, so that `rewind_epoch` can
         return to them.
         """
         texts = self._read_states() if self._loaded is None else self._loaded
-        self._begun = texts if self._agree is None else self._agree(texts)
+        self._begun = texts if self._broadcast is None else self._broadcast(texts)
         self._loaded = None
         self._write_states(self._begun)
 
@@ -112,7 +112,7 @@ def is_generator_text(text: str, is_on_cpu: bool) -> bool:
     if is_other:
         return _is_other_state(kind, rest)
     try:
-        state = decode(text)
+        state = decode_torch_state(text)
         torch.Generator().set_state(state)
     except RuntimeError:
         return not is_on_cpu
@@ -131,7 +131,7 @@ def _is_other_state(kind: str, text: str) -> bool:
         text: State to check.
     """
     if kind in TWISTERS:
-        return is_rng_states_text(complete_state_text(text, TWISTERS[kind]))
+        return is_rng_states_text(complete_states_text(text, TWISTERS[kind]))
     if kind not in _BIT_GENERATORS:
         return False
     generator = getattr(numpy.random, kind)()
@@ -147,11 +147,11 @@ def _is_other_state(kind: str, text: str) -> bool:
 def _read_own(generator: OwnGenerator) -> str:
     """Return the state of a generator as text: base64 for torch's generators, "type:state" for others."""
     if isinstance(generator, torch.Generator):
-        return encode(generator.get_state())
+        return encode_torch_state(generator.get_state())
     if isinstance(generator, random.Random):
-        return f"random:{write_state_text(generator.getstate(), 1)}"
+        return f"random:{encode_state(generator.getstate(), 1)}"
     if isinstance(generator, numpy.random.RandomState):
-        return f"numpy:{write_state_text(generator.get_state(), 2)}"
+        return f"numpy:{encode_state(generator.get_state(), 2)}"
     bits = generator.bit_generator
     return f"{type(bits).__name__}:{json.dumps(bits.state, default=lambda words: words.tolist())}"
 
@@ -164,13 +164,13 @@ def _write_own(generator: OwnGenerator, text: str) -> None:
     kind, is_other, rest = text.partition(":")
     if isinstance(generator, torch.Generator):
         if not is_other:
-            generator.set_state(decode(text))
+            generator.set_state(decode_torch_state(text))
     elif isinstance(generator, random.Random):
         if kind == "random":
-            generator.setstate(read_state_text(rest, 1))
+            generator.setstate(decode_state(rest, 1))
     elif isinstance(generator, numpy.random.RandomState):
         if kind == "numpy":
-            generator.set_state(read_state_text(rest, 2))
+            generator.set_state(decode_state(rest, 2))
     elif kind == type(generator.bit_generator).__name__:
         _write_bits(generator.bit_generator, rest)
 

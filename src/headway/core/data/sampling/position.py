@@ -6,8 +6,8 @@ from headway.core.data.feeds.protocol import State
 from headway.core.data.sampling.shard import RankBatch
 from headway.errors import StateError
 
-NOTHING = RankBatch([], None, None, 0, False)
-"""`RankBatch` of a position before the first batch of a pass."""
+NO_BATCH = RankBatch([], None, None, 0, False)
+"""`RankBatch` of a position before the first batch of a pass. Compare with `is`."""
 
 
 class Position:
@@ -20,57 +20,64 @@ class Position:
 
     Attributes:
         epoch: Number of the current epoch. Between two passes, number of the next epoch.
-        consumed: Number of the epoch's samples yielded so far on all ranks together, without padding.
-        previous: Value of `consumed` before the latest batch.
-        share: `RankBatch` of the latest batch, with its row counts.
-        is_running: Whether a pass is in progress or was left early.
+        num_consumed: Number of the epoch's samples yielded so far on all ranks together, without padding.
+        num_consumed_before: Value of `num_consumed` before the latest batch.
+        rank_batch: `RankBatch` of the latest batch, with its row counts; `NO_BATCH` before the first batch of a pass.
         num_passes: Number of passes started so far.
-        num_over: Number of passes to make empty, starting with the next one. The run had finished them before it was
-            saved.
+        num_empty_passes: Number of passes to make empty, starting with the next one. The run had finished them before it
+            was saved.
+        is_running: Whether a pass is in progress or was left early.
+        was_left_early: Whether the latest pass was left before its data ended, and no other pass has started since.
         is_stopped: Whether passes end after the current batch and later ones are empty.
         is_at_end: Whether the loaded state was saved while the last batch of its epoch was being processed.
-        is_from_start: Whether the next pass reads the loaded epoch from its first batch, unless batches are skipped
+        restarts_epoch: Whether the next pass reads the loaded epoch from its first batch, unless batches are skipped
             explicitly.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.consumed = 0
-        self.previous = 0
+        self.num_consumed = 0
+        self.num_consumed_before = 0
         self.is_stopped = False
         self.is_at_end = False
-        self.is_from_start = False
-        self.share = NOTHING
+        self.restarts_epoch = False
+        self.rank_batch = NO_BATCH
         self.is_running = False
         self._is_resuming = False
-        self._pinned: int | None = None
+        self._requested_next_epoch: int | None = None
         self.num_passes = 0
-        self.num_over = 0
-        self._left_under: list[BaseException | None] = []
+        self.num_empty_passes = 0
+        self.was_left_early = False
+        self._exception_at_exit: BaseException | None = None
 
     @property
-    def is_left(self) -> bool:
-        """Whether the latest pass was left early and will not be continued."""
-        return bool(self._left_under) and self._left_under[0] is sys.exc_info()[1]
+    def is_abandoned(self) -> bool:
+        """Whether the latest pass was left early and will not be continued.
+
+        False while an exception is being handled that has ended the loop. A checkpoint that is saved by the handler
+        then resumes in the pass.
+        """
+        return self.was_left_early and self._exception_at_exit is sys.exc_info()[1]
 
     @property
-    def is_waiting(self) -> bool:
+    def is_resume_pending(self) -> bool:
         """Whether a state from the middle of a pass was loaded, and the pass has not started yet."""
-        return self._is_resuming and self.consumed > 0
+        return self._is_resuming and self.num_consumed > 0
 
     @property
     def next_epoch(self) -> int:
-        """Number of the epoch after the current one. A number set with `pin_epoch` during the pass takes precedence."""
-        return self.epoch + 1 if self._pinned is None else self._pinned
+        """Number of the epoch after the current one. A number set by `set_next_epoch` during the pass has precedence."""
+        return self.epoch + 1 if self._requested_next_epoch is None else self._requested_next_epoch
 
-    def is_over_already(self) -> bool:
-        """Whether the next pass was already finished before the run was resumed, so that it must be empty.
+    def take_empty_pass(self) -> bool:
+        """Return whether the next pass must be empty, and if so, reduce `num_empty_passes` by 1.
 
-        Each call that returns True reduces `num_over` by 1.
+        Such a pass was already finished before the run was resumed.
         """
-        is_over = self.num_over > 0
-        self.num_over -= is_over
-        return is_over
+        if self.num_empty_passes == 0:
+            return False
+        self.num_empty_passes -= 1
+        return True
 
     def start_pass(self) -> int:
         """Start a pass at the loaded position, or else at the start of an epoch. Return the number of the pass, from 1.
@@ -81,36 +88,38 @@ class Position:
             self.end_epoch()
         self.is_running = True
         self._is_resuming = False
-        self.share = NOTHING
+        self.rank_batch = NO_BATCH
         self.is_at_end = False
-        self.is_from_start = False
+        self.restarts_epoch = False
         self.num_passes += 1
         return self.num_passes
 
-    def record_exit(self, number: int, handled: BaseException | None) -> None:
+    def record_exit(self, pass_number: int, handled_exception: BaseException | None) -> None:
         """Record that a pass was left before its data ended.
 
         This has no effect if the loader was stopped, or if another pass has started.
 
         Args:
-            number: Number of the pass, as returned by `start_pass`.
-            handled: Exception that was already being handled when the pass was left; None if there was none. An
+            pass_number: Number of the pass, as returned by `start_pass`.
+            handled_exception: Exception that was already being handled when the pass was left; None if there was none. An
                 exception that is just leaving the loop is not included.
         """
-        if self.is_running and number == self.num_passes and not self.is_stopped:
-            self._left_under = [handled]
+        if self.is_running and pass_number == self.num_passes and not self.is_stopped:
+            self.was_left_early = True
+            self._exception_at_exit = handled_exception
 
     def end_epoch(self) -> None:
         """End the epoch. The next pass reads the next epoch from its start."""
         self.epoch = self.next_epoch
-        self.consumed = 0
+        self.num_consumed = 0
         self.is_running = False
-        self._pinned = None
+        self._requested_next_epoch = None
         self._is_resuming = False
-        self.is_from_start = False
-        self._left_under.clear()
+        self.restarts_epoch = False
+        self.was_left_early = False
+        self._exception_at_exit = None
 
-    def pin_epoch(self, epoch: int) -> bool:
+    def set_next_epoch(self, epoch: int) -> bool:
         """Set the epoch of the next pass. A loaded position is kept only if it belongs to the given epoch.
 
         During a pass, the number is stored and takes effect when the current epoch ends.
@@ -122,27 +131,29 @@ class Position:
             False if a loaded position was discarded because it belongs to another epoch, else True.
         """
         if self.is_running:
-            self._pinned = epoch
-        elif not (self._is_resuming and epoch == self.epoch):
-            is_resuming, self._is_resuming = self._is_resuming, False
-            self.epoch = epoch
-            self.consumed = 0
-            return not is_resuming
-        return True
+            self._requested_next_epoch = epoch
+            return True
+        if self._is_resuming and epoch == self.epoch:
+            return True
+        has_loaded_position = self._is_resuming
+        self._is_resuming = False
+        self.epoch = epoch
+        self.num_consumed = 0
+        return not has_loaded_position
 
     def state_dict(self) -> State:
         """Return the position as a dict with the keys "epoch" and "consumed".
 
         It also has the key "is_over", with the value True, if the current batch is the last of the epoch.
         """
-        is_over = self.is_running and self.share.is_last
-        return {"epoch": self.epoch, "consumed": self.consumed, **({"is_over": True} if is_over else {})}
+        is_over = self.is_running and self.rank_batch.is_last
+        return {"epoch": self.epoch, "consumed": self.num_consumed, **({"is_over": True} if is_over else {})}
 
     def load_state_dict(self, state: State) -> None:
         """Load a position that `state_dict` returned. The next pass resumes from it.
 
         Raises:
-            StateError: If the state lacks `epoch` or `consumed`.
+            StateError: If the state lacks `epoch` or `num_consumed`.
         """
         missing = [name for name in ("epoch", "consumed") if name not in state]
         if missing:
@@ -150,12 +161,13 @@ class Position:
                 f"a loader's state needs epoch and consumed, got {sorted(state)}; pass what its state_dict() returned"
             )
         self.epoch = int(state["epoch"])
-        self.consumed = int(state["consumed"])
+        self.num_consumed = int(state["consumed"])
         self.is_running = False
         self._is_resuming = True
-        self._pinned = None
+        self._requested_next_epoch = None
         self.is_at_end = state.get("is_over", False) is True
         self.is_stopped = False
-        self.is_from_start = False
-        self.num_over = 0
-        self._left_under.clear()
+        self.restarts_epoch = False
+        self.num_empty_passes = 0
+        self.was_left_early = False
+        self._exception_at_exit = None

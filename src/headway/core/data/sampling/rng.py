@@ -13,13 +13,13 @@ import torch
 
 from headway.core.runtime import seed
 
-Agree = Callable[[Any], Any]
+Broadcast = Callable[[Any], Any]
 """Function that returns rank 0's value on every rank. All ranks must call it."""
 
 _PYTHON = struct.Struct("<?d")
 _NUMPY = struct.Struct("<iid")
 TWISTERS = {"random": 1, "numpy": 2}
-"""Names of Python's and NumPy's Mersenne Twister generators, with their indices in the result of `read_text`."""
+"""Names of Python's and NumPy's Mersenne Twister generators, with their indices in the result of `encode_global_states`."""
 STATE_WRITERS: tuple[Callable[[Any], Any], ...] = (
     seed.write_torch_rng_state,
     random.setstate,
@@ -50,7 +50,7 @@ class GlobalGenerators:
 
     @classmethod
     def from_text(cls, text: str) -> "GlobalGenerators":
-        """Return a context manager that starts with the states in a text that `read_text` returned."""
+        """Return a context manager that starts with the states in a text that `encode_global_states` returned."""
         return cls(_unpack_states(text))
 
     @classmethod
@@ -67,12 +67,12 @@ class GlobalGenerators:
         _write_global(self._outside)
 
 
-def read_text() -> str:
+def encode_global_states() -> str:
     """Return this process's global RNG states as text that fits into JSON (about 14 kB). Takes 75 us."""
     return _pack_states(_read_global())
 
 
-def pack_completed(state: torch.Tensor) -> str:
+def encode_with_seeded_rest(state: torch.Tensor) -> str:
     """Return global RNG states as text: `state` for torch, and states seeded from it for Python and NumPy.
 
     Args:
@@ -81,18 +81,18 @@ def pack_completed(state: torch.Tensor) -> str:
     return _pack_states(_complete_states(state))
 
 
-def pack_seeded(seed: int) -> str:
+def encode_seeded_states(seed: int) -> str:
     """Return global RNG states as text, seeded by `seed`."""
     return _pack_states(GlobalGenerators.from_seed(seed).states)
 
 
-def write_text(text: str) -> None:
-    """Set this process's global RNG states from a text that `read_text` returned."""
+def write_global_states(text: str) -> None:
+    """Set this process's global RNG states from a text that `encode_global_states` returned."""
     _write_global(_unpack_states(text))
 
 
 def is_rng_states_text(text: str) -> bool:
-    """Whether a text contains valid global RNG states, as `read_text` returns them.
+    """Whether a text contains valid global RNG states, as `encode_global_states` returns them.
 
     To check the states of torch and Python, they are loaded into new generators.
     """
@@ -106,39 +106,39 @@ def is_rng_states_text(text: str) -> bool:
     return len(keys) == 624 and 0 <= position <= 624 and has_gauss in (0, 1)
 
 
-def write_state_text(state: object, place: int) -> str:
+def encode_state(state: object, index: int) -> str:
     """Return the state of one of the three global generators as text.
 
     Args:
         state: State as returned by torch, `random` or NumPy.
-        place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
     """
     states: list[Any] = list(GlobalGenerators.from_seed(0).states)
-    states[place] = state
-    return _pack_states((states[0], states[1], states[2])).split(" ")[place]
+    states[index] = state
+    return _pack_states((states[0], states[1], states[2])).split(" ")[index]
 
 
-def read_state_text(text: str, place: int) -> Any:
-    """Return the state in a text that `write_state_text` returned.
+def decode_state(text: str, index: int) -> Any:
+    """Return the state in a text that `encode_state` returned.
 
     Args:
         text: Text of the state.
-        place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
     """
-    return _unpack_states(complete_state_text(text, place))[place]
+    return _unpack_states(complete_states_text(text, index))[index]
 
 
-def complete_state_text(text: str, place: int) -> str:
-    """Return a text of all three global RNG states, in the format of `read_text`.
+def complete_states_text(text: str, index: int) -> str:
+    """Return a text of all three global RNG states, in the format of `encode_global_states`.
 
     It contains the given state of one generator, and arbitrary states of the other two.
 
     Args:
-        text: Text that `write_state_text` returned.
-        place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        text: Text that `encode_state` returned.
+        index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
     """
     parts = _pack_states(GlobalGenerators.from_seed(0).states).split(" ")
-    parts[place] = text
+    parts[index] = text
     return " ".join(parts)
 
 
@@ -157,15 +157,15 @@ def has_same_state(one: Any, other: Any) -> bool:
     return bool(one[2] == other[2] and all(one[1][at] == other[1][at] for at in (-1, 0, 1)))
 
 
-def derive_state(state: Any, place: int) -> Any:
+def derive_state(state: Any, index: int) -> Any:
     """Return a new RNG state that is computed from `state`, but yields unrelated random numbers.
 
     Args:
         state: State of a global generator.
-        place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
     """
-    digest = hashlib.blake2b(write_state_text(state, place).encode(), digest_size=8, person=b"training").digest()
-    return GlobalGenerators.from_seed(int.from_bytes(digest, "little") >> 1).states[place]
+    digest = hashlib.blake2b(encode_state(state, index).encode(), digest_size=8, person=b"training").digest()
+    return GlobalGenerators.from_seed(int.from_bytes(digest, "little") >> 1).states[index]
 
 
 def _complete_states(state: torch.Tensor) -> States:
@@ -199,13 +199,13 @@ def _unpack_states(text: str) -> States:
     return state, (3, words, gauss if has_python_gauss else None), ("MT19937", keys, position, has_gauss, cached)
 
 
-def encode(state: torch.Tensor) -> str:
+def encode_torch_state(state: torch.Tensor) -> str:
     """Return the state of a torch generator as text that JSON can hold."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 
-def decode(text: str) -> torch.Tensor:
-    """Return the state of a torch generator, as a uint8 tensor, from text that `encode` returned."""
+def decode_torch_state(text: str) -> torch.Tensor:
+    """Return the state of a torch generator, as a uint8 tensor, from text that `encode_torch_state` returned."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 

@@ -103,7 +103,7 @@ def warn_if_prepared_length_is_doubtful(
             continue
         num_updates = -(-num_batches // num_steps)
         counts_own_updates = length % num_updates == 0 or _is_multiple(length * num_steps, num_batches, num_steps)
-        if not (loader.was_measured and counts_own_updates):
+        if not (loader.was_len_called and counts_own_updates):
             continue
         last_update = -(-length // ticks)
         log.warning_once(

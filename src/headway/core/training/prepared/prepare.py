@@ -127,7 +127,7 @@ class Preparation:
         self._packing_checked_ids: set[int] = set()  # IDs of models that are known to separate packed documents
         self.weights = PretrainedLoads(self._strategy)
         self.loader_rng = LoaderGenerator(
-            is_private=self._has_several_ranks and self.behavior.loading_rules.parts_streams
+            is_private=self._has_several_ranks and self.behavior.loading_rules.separates_rng_streams
         )
         self._resumed_tick_base: TickBase | None = None
         self._has_shared_rng_states = False
@@ -451,7 +451,7 @@ class Preparation:
                 return prepared
         self._share_rng_states()
         if not (self.loading.dispatch_batches or isinstance(loader.dataset, IterableDataset)):
-            compare_data(loader.dataset, self._strategy.everyone, self.behavior.loading_rules.refuses_unlike_data)
+            compare_data(loader.dataset, self._strategy.everyone, self.behavior.loading_rules.raises_for_unequal_data)
         should_move = self.moves_objects if is_moved is None else is_moved
         prepared = prepare_loader(
             loader,
@@ -470,7 +470,7 @@ class Preparation:
         if other_rngs:
             synchronize_rng_states(other_rngs)
         self._prepared.add_loader(prepared)
-        for listener in self.events.prepared:
+        for listener in self.events.prepare_hooks:
             listener(prepared)
         if self.global_batch_size is not None and len(self.loaders) == 1:
             self._windows.set_num_steps(self._derive_num_steps(prepared, self.global_batch_size))
@@ -498,8 +498,8 @@ class Preparation:
         if samples_per_step and find_launched_ranks(self._strategy.everyone.world_size) is not None:
             fewest_steps = -(-global_batch_size // samples_per_step)
             for num_steps in range(fewest_steps, _MAX_STEPS_FACTOR * fewest_steps + 1):
-                if loader.can_fit_window(global_batch_size, num_steps):
-                    loader.request_window(global_batch_size, num_steps, samples_per_step)
+                if loader.can_fit_update(global_batch_size, num_steps):
+                    loader.request_update_size(global_batch_size, num_steps, samples_per_step)
                     log.warning_once(
                         "the global batch of %d samples is split unevenly among the ranks", global_batch_size
                     )

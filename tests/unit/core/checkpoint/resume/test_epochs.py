@@ -176,11 +176,11 @@ def test_interrupted_pass_is_over_for_the_run_and_not_for_the_loader():
     accelerator = Accelerator(cpu=True)
     _model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(list(range(12)), batch_size=4))
     for _ in loader:
-        assert loader.run_state() == loader.state_dict()
+        assert loader.checkpoint_state() == loader.state_dict()
         assert loader.is_unfinished
         break
     assert (loader.epoch, loader.epoch_at_resume, loader.is_unfinished) == (0, 1, False)
-    assert loader.run_state() == {"epoch": 1, "consumed": 0}
+    assert loader.checkpoint_state() == {"epoch": 1, "consumed": 0}
     loader.load_state_dict(loader.state_dict())
     assert [batch.tolist() for batch in loader] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 

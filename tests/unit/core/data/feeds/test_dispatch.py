@@ -10,15 +10,15 @@ from headway.errors import DataError
 from tests.unit.core.data.fakes import Numbers, SizedStream, Stream, join_real_rows, prepare, read_batches, run_on_ranks
 
 
-def read_dispatched(count, make, num_batches=None, state=None, num_skipped=0, **config):
+def read_dispatched(count, make, num_batches=None, state=None, num_skipped_steps=0, **config):
     """Return the batches, states and loaders of all ranks."""
 
     def run_rank(rank, collectives):
         loader = prepare(make(), rank, count, collectives, dispatch_batches=True, **config)
         if state is not None:
             loader.load_state_dict(state)
-        if num_skipped:
-            loader = loader.skip(num_skipped)
+        if num_skipped_steps:
+            loader = loader.skip(num_skipped_steps)
         batches = read_batches(loader, num_batches)
         return batches, loader.state_dict(), loader
 
@@ -71,7 +71,7 @@ def test_ragged_batches_of_any_type_are_dispatched():
 
 @pytest.mark.parametrize("kind", [Numbers, Stream])
 def test_skipping_counts_batches_of_all_ranks(kind):
-    ranks, _, _ = read_dispatched(2, lambda: DataLoader(kind(16), batch_size=2), num_skipped=1)
+    ranks, _, _ = read_dispatched(2, lambda: DataLoader(kind(16), batch_size=2), num_skipped_steps=1)
     assert join_real_rows(ranks) == list(range(4, 16))
 
 

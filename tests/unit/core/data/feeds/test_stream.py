@@ -171,8 +171,8 @@ def test_unbatched_items_without_rows_need_one_process():
 
 
 def test_collate_counts_rows_after_collating():
-    collate = StreamCollate(torch.tensor, SampleSplit(1, 2, is_even=False), (1,), is_batched=False)
-    assert collate([[1, 2, 3], [4, 5]]).shares[0].valid_counts == (3, 2)
+    collate = StreamCollate(torch.tensor, SampleSplit(1, 2, even_batches=False), (1,), is_batched=False)
+    assert collate([[1, 2, 3], [4, 5]]).rank_batches[0].valid_counts == (3, 2)
 
 
 # -------------------------------------------------------------------- Hugging Face datasets
@@ -219,12 +219,12 @@ def test_batch_changed_by_the_loop_can_still_be_a_filler():
 
 
 def test_own_shards_resume_and_skip():
-    def run_rank(rank, collectives, num_batches=None, state=None, num_skipped=0):
+    def run_rank(rank, collectives, num_batches=None, state=None, num_skipped_steps=0):
         loader = prepare(DataLoader(make_sharded_stream(12, 4), batch_size=2), rank, 2, collectives)
         if state is not None:
             loader.load_state_dict(state)
-        if num_skipped:
-            loader = loader.skip(num_skipped)
+        if num_skipped_steps:
+            loader = loader.skip(num_skipped_steps)
         return read_batches(loader, num_batches), loader.state_dict(), loader.num_consumed
 
     begun = run_on_ranks(2, lambda rank, c: run_rank(rank, c, num_batches=1))
@@ -233,7 +233,7 @@ def test_own_shards_resume_and_skip():
     rest = run_on_ranks(2, lambda rank, c: run_rank(rank, c, state=state))
     first = join_real_rows(replace_rows_by_values([each[0] for each in begun]))
     assert sorted(first + join_real_rows(replace_rows_by_values([each[0] for each in rest]))) == list(range(12))
-    skipped = run_on_ranks(2, lambda rank, c: run_rank(rank, c, num_skipped=1, num_batches=1))
+    skipped = run_on_ranks(2, lambda rank, c: run_rank(rank, c, num_skipped_steps=1, num_batches=1))
     assert [each[2] for each in skipped] == [8, 8]
     assert join_real_rows(replace_rows_by_values([each[0] for each in skipped])) == [2, 3, 8, 9]
 
@@ -267,7 +267,7 @@ def test_workers_share_a_seed_for_one_stream_and_not_for_own_shards():
     def run_rank(rank, collectives, make):
         loader = prepare(DataLoader(make(), batch_size=2), rank, 2, collectives)
         list(loader)
-        return loader._feed.inner.generator.initial_seed()
+        return loader._feed.inner_loader.generator.initial_seed()
 
     assert len(set(run_on_ranks(2, lambda rank, c: run_rank(rank, c, lambda: Stream(4))))) == 1
     assert len(set(run_on_ranks(2, lambda rank, c: run_rank(rank, c, lambda: make_sharded_stream(8, 4))))) == 2
@@ -346,7 +346,9 @@ def test_row_counts_survive_pinned_memory():
     feed = prepare(DataLoader(Stream(3), batch_size=2, pin_memory=True), 1, 2)._feed
     piece = feed._collate([torch.tensor(row) for row in range(3)])
     pinned = pin_memory(piece._replace(batches=["batch"]))
-    pinned = pinned._replace(shares=[share._replace(valid_counts=list(share.valid_counts)) for share in pinned.shares])
+    pinned = pinned._replace(
+        rank_batches=[each._replace(valid_counts=list(each.valid_counts)) for each in pinned.rank_batches]
+    )
     ((_, share),) = feed._deliver_batches(iter([(pinned, False)]))
     assert (share.valid_counts, share.is_last) == ((2, 1), False)
 

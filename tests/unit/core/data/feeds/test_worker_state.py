@@ -4,7 +4,7 @@ import pickle
 import random
 
 from headway.core.data.feeds.worker import IndexWithCall, WorkerBatch, WorkerRNGStates, WorkerStateCollate
-from headway.core.data.sampling.rng import read_text, write_text
+from headway.core.data.sampling.rng import encode_global_states, write_global_states
 
 
 def record_batches(rng_states, *texts):
@@ -70,15 +70,15 @@ def test_persistent_workers_keep_their_states_in_the_next_pass():
 
 def test_collate_returns_rng_states_only_after_draws():
     collate = WorkerStateCollate(lambda samples: sum(samples))
-    assert collate([1, 2]) == WorkerBatch(3, read_text())
+    assert collate([1, 2]) == WorkerBatch(3, encode_global_states())
     assert collate([3]) == WorkerBatch(3, None)
     random.random()
-    assert collate([4]).rng_states == read_text()
+    assert collate([4]).rng_states == encode_global_states()
 
 
 def test_indices_arrive_unchanged_and_set_the_rng_states():
-    text = read_text()
-    sent = pickle.dumps(IndexWithCall([4, 5], write_text, text))
+    text = encode_global_states()
+    sent = pickle.dumps(IndexWithCall([4, 5], write_global_states, text))
     random.random()
     assert pickle.loads(sent) == [4, 5]
-    assert read_text() == text
+    assert encode_global_states() == text

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway import Accelerator, ProjectConfiguration
 from headway.core.data.sampling.dataset_rng import DatasetRNGStates, NumpyReader
-from headway.core.data.sampling.rng import complete_state_text, is_rng_states_text, write_state_text
+from headway.core.data.sampling.rng import complete_states_text, encode_state, is_rng_states_text
 
 NUM_SAMPLES, BATCH, EPOCHS = 22, 4, 3
 STOPS = range(1, 18)  # all updates of three epochs except the last
@@ -140,11 +140,11 @@ def test_training_and_dataset_draw_different_numbers():
 
 
 def test_line_that_no_save_writes_is_refused():
-    text = write_state_text(torch.get_rng_state(), 0)
-    assert is_rng_states_text(complete_state_text(text, 0))
-    assert not is_rng_states_text(complete_state_text(text[:100], 0))
-    assert not is_rng_states_text(complete_state_text("nonsense!", 2))
-    assert not is_rng_states_text(complete_state_text(text + " " + text, 1))
+    text = encode_state(torch.get_rng_state(), 0)
+    assert is_rng_states_text(complete_states_text(text, 0))
+    assert not is_rng_states_text(complete_states_text(text[:100], 0))
+    assert not is_rng_states_text(complete_states_text("nonsense!", 2))
+    assert not is_rng_states_text(complete_states_text(text + " " + text, 1))
 
 
 def test_late_first_draw_of_a_dataset_is_noticed():
@@ -154,7 +154,7 @@ def test_late_first_draw_of_a_dataset_is_noticed():
         before = torch.get_rng_state()
         lines.call_with_states(lambda number=number: torch.rand(1) if number == 40 else None)
         if number == 40:
-            assert lines.state()["lines"] == [[0, 40, write_state_text(before, 0)]]
+            assert lines.state()["lines"] == [[0, 40, encode_state(before, 0)]]
     assert lines.state()["lines"][0][1] == 40
     lines.end_pass()
 
@@ -191,5 +191,5 @@ def test_any_number_of_draws_from_python_is_noticed(number):
     lines = DatasetRNGStates()
     lines.start_pass()
     lines.call_with_states(lambda: [random.getrandbits(32) for _ in range(number)])
-    assert [place for place, *_ in lines.state()["lines"]] == [1]
+    assert [index for index, *_ in lines.state()["lines"]] == [1]
     lines.end_pass()

@@ -29,8 +29,8 @@ from headway.core.runtime.seed import mix_seed
 from tests.unit.core.data.fakes import prepare
 
 
-def make_order(sampler, seed=1, is_seedable=True, agree=None, is_synchronized=True):
-    return SamplerOrder(sampler, seed, is_seedable, LoaderGenerator(), agree, is_synchronized)
+def make_order(sampler, seed=1, is_seedable=True, broadcast=None, is_synchronized=True):
+    return SamplerOrder(sampler, seed, is_seedable, LoaderGenerator(), broadcast, is_synchronized)
 
 
 class Shuffling(Sampler):
@@ -101,8 +101,8 @@ def test_without_seedable_sampling_only_sequential_reading_is_pure():
 
 def test_seeking_in_eight_million_rows_slices_one_permutation():
     order = PureOrder(range(8_000_000), True, 3)
-    start = SampleSplit(4, 1).split_epoch(order.draw_order(0), num_skipped=1_900_000)
-    first = next(start.rounds)
+    start = SampleSplit(4, 1).split_epoch(order.draw_order(0), num_skipped_steps=1_900_000)
+    first = next(start.steps)
     assert isinstance(first, numpy.ndarray)
     assert first.tolist() == draw_permutation(8_000_000, mix_seed(3, 0))[7_600_000:7_600_004].tolist()
 
@@ -154,8 +154,8 @@ def test_seeded_generator_gives_the_order_of_a_plain_loader(make):
     assert [[index for batch in loader for index in batch.tolist()] for _ in range(3)] == expected
 
 
-def make_drawn_order(sampler, agree=None):
-    return DrawnOrder(sampler, LoaderGenerator(), agree)
+def make_drawn_order(sampler, broadcast=None):
+    return DrawnOrder(sampler, LoaderGenerator(), broadcast)
 
 
 def test_drawn_order_equals_the_plain_samplers_and_leaves_the_same_state():
@@ -262,11 +262,11 @@ def test_all_ranks_use_the_state_of_rank_0():
     told = {}
 
     def order(rank):
-        def agree(state):
+        def broadcast(state):
             return told.setdefault("state", state)
 
         generator = torch.Generator().manual_seed(rank)
-        return make_order(SubsetRandomSampler(range(30), generator=generator), agree=agree)
+        return make_order(SubsetRandomSampler(range(30), generator=generator), broadcast=broadcast)
 
     assert list(order(0).draw_order(0)) == list(order(1).draw_order(0))
 
@@ -278,11 +278,11 @@ def test_ranks_with_equal_rng_states_draw_and_others_use_those_of_rank_0():
 
     torch.manual_seed(5)
     texts = []
-    alike = make_order(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts.append(text) or text)
+    alike = make_order(Shuffling(9, "torch"), is_seedable=False, broadcast=lambda text: texts.append(text) or text)
     assert list(alike.draw_order(0)) == expected
 
     torch.manual_seed(6)
-    other = make_order(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts[0])
+    other = make_order(Shuffling(9, "torch"), is_seedable=False, broadcast=lambda text: texts[0])
     own = torch.get_rng_state()
     assert list(other.draw_order(0)) == expected
     assert torch.equal(torch.get_rng_state(), own)

@@ -7,7 +7,13 @@ import torch
 from torch.utils.data import RandomSampler, Sampler
 
 from headway.core.data.sampling.own_generators import OwnGenerators, find_generators
-from headway.core.data.sampling.rng import GlobalGenerators, decode, encode, read_text, write_text
+from headway.core.data.sampling.rng import (
+    GlobalGenerators,
+    decode_torch_state,
+    encode_global_states,
+    encode_torch_state,
+    write_global_states,
+)
 
 
 class Holder:
@@ -85,7 +91,7 @@ def test_generators_are_found_in_any_attribute():
 
 def test_states_are_restored_from_text():
     state = torch.Generator().manual_seed(9).get_state()
-    assert torch.equal(decode(encode(state)), state)
+    assert torch.equal(decode_torch_state(encode_torch_state(state)), state)
 
 
 def test_global_generators_are_restored_after_the_block():
@@ -103,13 +109,13 @@ def test_global_generators_are_restored_after_the_block():
 def test_states_of_global_generators_are_restored_from_text():
     random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
     random.gauss(0, 1), numpy.random.randn()  # each stores the second number of a pair
-    text = read_text()
+    text = encode_global_states()
 
     def draw_numbers():
         return random.gauss(0, 1), random.random(), numpy.random.randn(), numpy.random.rand(), torch.rand(3).tolist()
 
     first = draw_numbers()
     assert draw_numbers() != first
-    write_text(text)
-    assert read_text() == text
+    write_global_states(text)
+    assert encode_global_states() == text
     assert draw_numbers() == first
