@@ -216,7 +216,7 @@ class ShardRules(LoadingRules):
             config: Loader configuration of the run.
             parts: Keyword arguments of `PreparedLoader`.
         """
-        is_stream = isinstance(parts["source"].dataset, IterableDataset)
+        is_stream = isinstance(parts["user_loader"].dataset, IterableDataset)
         is_placed = parts["device"] is not None
         dispatches = isinstance(parts["feed"], DispatchFeed) or self.should_dispatch(config, is_stream, is_placed)
         kind: type[_AcceleratesLoader] = DataLoaderDispatcher if dispatches else DataLoaderShard

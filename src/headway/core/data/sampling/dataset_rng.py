@@ -17,7 +17,7 @@ dataset does not use is not changed.
 import ctypes
 import random
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy
 
@@ -33,6 +33,20 @@ from headway.core.data.sampling.rng import (
 from headway.core.runtime import seed
 
 Result = TypeVar("Result")
+
+
+class DatasetStart(NamedTuple):
+    """State of one global generator with which a dataset's draws in a pass began.
+
+    Attributes:
+        num_fetches: Number of fetches in the pass before the dataset's first draw from the generator.
+        state: State of the generator before that draw, in the format of `encode_state`.
+    """
+
+    num_fetches: int
+    state: str
+
+
 _MT19937_SIZE = 625 * 4  # 624 words and the position
 
 
@@ -81,16 +95,12 @@ class DatasetRNGStates:
     """
 
     def __init__(self) -> None:
-        self._readers: tuple[Callable[[], Any], ...] = (
-            seed.read_torch_rng_state,
-            random.getstate,
-            NumpyReader().read,
-        )
-        self._dataset: dict[int, Any] = {}
-        self._starts: dict[int, tuple[int, str]] = {}
+        self._readers: tuple[Callable[[], Any], ...] = (seed.read_torch_rng_state, random.getstate, NumpyReader().read)
+        self._dataset_states: dict[int, Any] = {}  # current states of the dataset, by index of the generator
+        self._starts: dict[int, DatasetStart] = {}  # starts of the current pass, by index of the generator
         self._num_fetched = 0
-        self._loaded: dict[int, tuple[int, str]] = {}
-        self._shared: DatasetHandover | None = None
+        self._loaded_starts: dict[int, DatasetStart] = {}  # starts of the pass that the next pass resumes
+        self._handover: DatasetHandover | None = None  # source of states that all ranks share
 
     def end_pass(self, is_complete: bool = False) -> None:
         """End the pass, and set the global generators to the dataset's states.
@@ -102,61 +112,63 @@ class DatasetRNGStates:
             is_complete: Whether the dataset was read to its end. Shared states then return to the run's stream.
                 Default: False.
         """
-        if self._shared is None:
-            for index, state in self._dataset.items():
+        if self._handover is None:
+            for index, state in self._dataset_states.items():
                 STATE_WRITERS[index](state)
         elif is_complete and 0 in self._starts:
-            starts = {index: text for index, (_, text) in self._starts.items()}
             changed = {
-                index: state for index, state in self._dataset.items() if encode_state(state, index) != starts[index]
+                index: state
+                for index, state in self._dataset_states.items()
+                if encode_state(state, index) != self._starts[index].state
             }
-            self._shared.end_pass(decode_state(starts[0], 0), changed)
-        self._dataset = {}
+            self._handover.end_pass(decode_state(self._starts[0].state, 0), changed)
+        self._dataset_states = {}
         self._starts = {}
 
-    def start_pass(self, shared: DatasetHandover | None = None) -> None:
+    def start_pass(self, handover: DatasetHandover | None = None) -> None:
         """Start a pass from the loaded states, from states shared by all ranks, or from the current global states.
 
         Args:
-            shared: Source of states that are equal on all ranks. States that were loaded take precedence. Default:
+            handover: Source of states that are equal on all ranks. States that were loaded take precedence. Default:
                 None, the dataset draws from this process's generators.
         """
         self.end_pass()
         self._num_fetched = 0
-        self._starts = self._loaded
-        self._loaded = {}
-        self._shared = shared
-        if shared is not None:
-            parts = shared.start_pass(bool(self._starts)).split(" ")
-            self._starts = {index: (0, part) for index, part in enumerate(parts)} | self._starts
+        self._starts = self._loaded_starts
+        self._loaded_starts = {}
+        self._handover = handover
+        if handover is not None:
+            texts = handover.start_pass(bool(self._starts)).split(" ")
+            self._starts = {index: DatasetStart(0, text) for index, text in enumerate(texts)} | self._starts
 
-    def call_with_states(self, act: Callable[[], Result]) -> Result:
-        """Call `act` with the global generators set to the dataset's RNG states, and return its result.
+    def call_with_states(self, fetch: Callable[[], Result]) -> Result:
+        """Call `fetch` with the global generators set to the dataset's RNG states, and return its result.
 
-        If `act` draws from a generator for the first time in a pass, separate states of the generator are kept from
+        If `fetch` draws from a generator for the first time in a pass, separate states of the generator are kept from
         then on.
 
         Args:
-            act: Function that fetches data from the dataset.
+            fetch: Function that fetches data from the dataset.
         """
-        for index, (number, text) in self._starts.items():
-            if index not in self._dataset and number == self._num_fetched:
-                self._dataset[index] = decode_state(text, index)
-        outside = [read() for read in self._readers]
-        for index, state in self._dataset.items():
+        for index, start in self._starts.items():
+            if index not in self._dataset_states and start.num_fetches == self._num_fetched:
+                self._dataset_states[index] = decode_state(start.state, index)
+        training_states = [read() for read in self._readers]
+        for index, state in self._dataset_states.items():
             STATE_WRITERS[index](state)
         try:
-            return act()
+            return fetch()
         finally:
-            for index, was in enumerate(outside):
-                now = self._readers[index]()
-                if index in self._dataset:
-                    self._dataset[index] = now
-                    STATE_WRITERS[index](was)
-                elif not has_same_state(now, was):
-                    self._starts[index] = self._num_fetched, encode_state(was, index)
-                    self._dataset[index] = now
-                    STATE_WRITERS[index](derive_state(now, index))
+            for index, training_state in enumerate(training_states):
+                state_after = self._readers[index]()
+                if index in self._dataset_states:
+                    self._dataset_states[index] = state_after
+                    STATE_WRITERS[index](training_state)
+                elif not has_same_state(state_after, training_state):
+                    # The first draw from this generator: the dataset continues its sequence, training gets a new one.
+                    self._starts[index] = DatasetStart(self._num_fetched, encode_state(training_state, index))
+                    self._dataset_states[index] = state_after
+                    STATE_WRITERS[index](derive_state(state_after, index))
             self._num_fetched += 1
 
     def state(self) -> State:
@@ -165,7 +177,7 @@ class DatasetRNGStates:
         The result is {"lines": [[index of the generator, number of fetches before its first draw, state as text]]}. It
         is empty if the dataset has not drawn any random numbers.
         """
-        starts = self._starts or self._loaded
+        starts = self._starts or self._loaded_starts
         return {"lines": [[index, *start] for index, start in sorted(starts.items())]} if starts else {}
 
     def state_after_break(self) -> State:
@@ -174,14 +186,18 @@ class DatasetRNGStates:
         They become the global states when the next pass starts. The result has the form of `state`, with -1 as number
         of fetches. It is empty if all ranks share the states, because the next pass then gets new ones.
         """
-        if self._shared is not None:
-            return {}  # the next pass gets new states
-        ends = [[index, -1, encode_state(state, index)] for index, state in sorted(self._dataset.items())]
+        if self._handover is not None:
+            return {}
+        ends = [[index, -1, encode_state(state, index)] for index, state in sorted(self._dataset_states.items())]
         return {"lines": ends} if ends else {}
 
     def load_state(self, state: State) -> None:
         """Load states that `state` or `state_after_break` returned, for the next pass."""
-        lines = {int(index): (int(number), str(text)) for index, number, text in state.get("lines", ())}
-        self._loaded = {index: line for index, line in lines.items() if line[0] >= 0}
-        self._dataset = {index: decode_state(text, index) for index, (number, text) in lines.items() if number < 0}
+        self._loaded_starts = {}
+        self._dataset_states = {}
         self._starts = {}
+        for index, num_fetches, text in state.get("lines", ()):
+            if num_fetches >= 0:
+                self._loaded_starts[int(index)] = DatasetStart(int(num_fetches), str(text))
+            else:  # from `state_after_break`
+                self._dataset_states[int(index)] = decode_state(text, int(index))

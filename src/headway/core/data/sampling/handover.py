@@ -27,7 +27,8 @@ from headway.core.data.sampling.rng import (
     has_same_state,
 )
 
-_UNUSED, _RUNNING, _ENDED = range(3)
+_BEFORE_FIRST_ITEM, _AFTER_FIRST_ITEM, _AFTER_END = range(3)
+"""Stages of a pass over a sampler, as saved in checkpoints."""
 
 
 class SamplerHandover:
@@ -35,19 +36,19 @@ class SamplerHandover:
 
     Args:
         stream: Random number stream whose states the sampler starts with.
-        saved: Result of `state` for an interrupted pass that this pass repeats. Draws after which the stream had moved
-            then do not move it again. Default: None, a new pass.
+        saved_state: Result of `state` for an interrupted pass that this pass repeats. Draws after which the stream had
+            moved then do not move it again. Default: None, a new pass.
     """
 
-    def __init__(self, stream: LoaderGenerator, saved: Sequence[int] | None = None) -> None:
+    def __init__(self, stream: LoaderGenerator, saved_state: Sequence[int] | None = None) -> None:
         self._stream = stream
-        self._stage, *indices = saved or (_UNUSED,)
-        self._separated = set(indices)  # generators (0 torch, 1 Python, 2 NumPy) with separate sequences
+        self._stage, *indices = saved_state or (_BEFORE_FIRST_ITEM,)
+        self._separate_generators = set(indices)  # indices of generators with separate sequences
 
     @classmethod
     def without_effect(cls, stream: LoaderGenerator) -> "SamplerHandover":
         """Return an object that never moves the stream."""
-        return cls(stream, (_ENDED,))
+        return cls(stream, (_AFTER_END,))
 
     @classmethod
     def continue_older(cls, stream: LoaderGenerator) -> "SamplerHandover":
@@ -55,44 +56,47 @@ class SamplerHandover:
 
         In such a version, the first item moved the process's global generators, but not a copy of them.
         """
-        return cls(stream, (_RUNNING if stream.is_global else _UNUSED,))
+        return cls(stream, (_AFTER_FIRST_ITEM if stream.is_global else _BEFORE_FIRST_ITEM,))
 
-    def record_first(self, before: States, after: States) -> None:
+    def record_first_item(self, before: States, after: States) -> None:
         """Let the stream continue after the draws for the sampler's first item.
 
         Args:
             before: Global RNG states before these draws.
             after: Global RNG states after these draws.
         """
-        if self._stage == _UNUSED:
-            self._stage = _RUNNING
+        if self._stage == _BEFORE_FIRST_ITEM:
+            self._stage = _AFTER_FIRST_ITEM
             self._stream.write_states({index: after[index] for index in _find_changed(before, after)})
 
-    def record_later(self, before: States, after: States) -> None:
+    def record_later_items(self, before: States, after: States) -> None:
         """Separate the stream from the sequences of generators from which the sampler draws after its first item.
 
         Args:
             before: Global RNG states before the sampler yielded some later items.
             after: Global RNG states after it yielded them.
         """
-        if self._stage != _ENDED:
-            new = [index for index in _find_changed(before, after) if index not in self._separated]
-            self._separated.update(new)
-            self._stream.write_states({index: derive_state(before[index], index) for index in new})
+        if self._stage != _AFTER_END:
+            changed = [index for index in _find_changed(before, after) if index not in self._separate_generators]
+            self._separate_generators.update(changed)
+            self._stream.write_states({index: derive_state(before[index], index) for index in changed})
 
-    def end(self, states: States) -> None:
+    def end_pass(self, states: States) -> None:
         """Let the stream continue where separate sequences ended.
 
         Args:
             states: Global RNG states after the sampler's last draw.
         """
-        if self._stage != _ENDED:
-            self._stage = _ENDED
-            self._stream.write_states({index: states[index] for index in sorted(self._separated)})
+        if self._stage != _AFTER_END:
+            self._stage = _AFTER_END
+            self._stream.write_states({index: states[index] for index in sorted(self._separate_generators)})
 
     def state(self) -> list[int]:
-        """Return the progress of this pass: its stage, and the indices of generators with separate sequences."""
-        return [self._stage, *sorted(self._separated)]
+        """Return the progress of this pass: its stage, and the indices of generators with separate sequences.
+
+        The stage is 0 before the first item, 1 after it, and 2 after the last item.
+        """
+        return [self._stage, *sorted(self._separate_generators)]
 
 
 class DatasetHandover:
@@ -124,26 +128,29 @@ class DatasetHandover:
                 RNG states from a checkpoint, and its stream has moved already.
         """
         if is_resumed:
-            return str(self._broadcast(encode_global_states()))
+            return str(self._broadcast(encode_global_states()))  # the other ranks wait for this collective
         if self._stream.is_global:  # training draws from it, so the dataset gets states from a drawn seed
             return str(self._broadcast(encode_seeded_states(self._stream.draw_seed())))
         text = str(self._broadcast(self._stream.lend_states()))
-        self._stream.write_states({0: derive_state(decode_state(text.split(" ")[0], 0), 0)})
+        torch_state = decode_state(text.split(" ")[0], 0)
+        self._stream.write_states({0: derive_state(torch_state, 0)})
         return text
 
-    def end_pass(self, begun: Any, changed: dict[int, Any]) -> None:
+    def end_pass(self, torch_start: Any, changed: dict[int, Any]) -> None:
         """Let the stream continue where the dataset's draws ended.
 
+        No effect if the stream is the process's global generator, because the dataset's states then come from a seed.
+
         Args:
-            begun: State of torch's generator with which the dataset started the pass.
-            changed: Final states of the generators from which the dataset has drawn, by index.
+            torch_start: State of torch's generator with which the dataset started the pass.
+            changed: Final states of the generators from which the dataset has drawn, by index of the generator.
         """
         if self._stream.is_global:
             return
         if 0 in changed:
             self._stream.write_states({0: changed[0]})
-        elif not changed and self._stream.has_torch_state(derive_state(begun, 0)):
-            self._stream.write_states({0: begun})  # nothing was drawn
+        elif not changed and self._stream.has_torch_state(derive_state(torch_start, 0)):
+            self._stream.write_states({0: torch_start})  # neither the dataset nor the stream has drawn anything
 
 
 def _find_changed(before: States, after: States) -> list[int]:

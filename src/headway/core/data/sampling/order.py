@@ -37,18 +37,19 @@ from headway.core.data.sampling.rng import Broadcast, GlobalGenerators
 from headway.core.runtime.seed import mix_seed
 from headway.errors import HeadwayWarning
 
-_CHUNK = 64
+_CHUNK_SIZE = 64
 """Number of items taken from a sampler at a time.
 
 Each time, all global RNG states are replaced, which costs about 0.1 ms.
 """
-_COMPARED = 32
+_NUM_COMPARED = 32
 """Number of indices at the start of an epoch that are compared between an original pass and the resumed one."""
-_MARK = ("first", "rest", "item", "sampler", "sampler_begun")
+_PASS_START_KEYS = ("first", "rest", "item", "sampler", "sampler_begun")
 """Keys of a saved state that identify the start of a pass over a sampler.
 
 "first" and "rest" are digests of the first indices, with and without the first item. "item" is the first item.
-"sampler" and "sampler_begun" are the sampler's states before the pass and after the first item.
+"sampler" and "sampler_begun" are the sampler's states before the pass and after the first item. Only "first" is saved for
+a sampler without `state_dict`.
 """
 
 _OTHER_ORDER = (
@@ -181,23 +182,26 @@ class DrawnOrder:
         items: Object whose length is the number of samples, such as a sampler. The length may change between epochs.
         stream: Random number stream to draw the seed from.
         broadcast: Function that returns rank 0's seed on every rank; None if this process draws alone.
+
+    Attributes:
+        items: Object whose length is the number of samples.
     """
 
     def __init__(self, items: Sized, stream: LoaderGenerator, broadcast: Broadcast | None) -> None:
         self.items = items
         self._stream = stream
         self._broadcast = broadcast
-        self._drawn: int | None = None
-        self._opened: int | None = None
-        self._loaded: int | None = None
+        self._current_seed: int | None = None  # of the current pass
+        self._next_seed: int | None = None  # drawn ahead for the next pass
+        self._loaded_seed: int | None = None  # loaded for the next pass
 
     def set_seed(self, seed: int) -> None:
         """Do nothing, because each pass draws its own seed."""
 
     def draw_ahead(self) -> None:
         """Draw the seed of the next pass now, unless a resumed pass already has one."""
-        if self._loaded is None:
-            self._opened = self._stream.draw_seed()
+        if self._loaded_seed is None:
+            self._next_seed = self._stream.draw_seed()
 
     def draw_order(self, epoch: int) -> Sequence[int]:
         """Return the order of the epoch as a sequence that can be sliced.
@@ -205,19 +209,19 @@ class DrawnOrder:
         Args:
             epoch: Number of the epoch. It does not affect the order.
         """
-        number, self._loaded = self._loaded, None
-        if number is None:
-            number = self._stream.draw_seed() if self._opened is None else self._opened
-        self._opened = None
+        seed = self._next_seed if self._loaded_seed is None else self._loaded_seed
+        if seed is None:
+            seed = self._stream.draw_seed()
+        self._next_seed = self._loaded_seed = None
         # A resumed pass must call this collective as well. Otherwise, a rank that does not resume would wait for it.
-        self._drawn = number if self._broadcast is None else self._broadcast(number)
-        return draw_permutation(len(self.items), self._drawn)  # type: ignore[return-value]
+        self._current_seed = seed if self._broadcast is None else self._broadcast(seed)
+        return draw_permutation(len(self.items), self._current_seed)  # type: ignore[return-value]
 
     def __len__(self) -> int:
         return len(self.items)
 
     def state(self, is_running: bool) -> State:
-        """Return the seed of the current pass or, between passes, the seed of the next pass if it is known.
+        """Return {"drawn": seed of the current pass} or, between passes, the seed of the next pass if it is known.
 
         The next seed is known if a saved seed was loaded, or if an iterator was created but its first batch has not
         been requested. If no seed is known, return an empty state.
@@ -225,8 +229,11 @@ class DrawnOrder:
         Args:
             is_running: Whether a pass is in progress.
         """
-        number = self._drawn if is_running else self._loaded if self._opened is None else self._opened
-        return {} if number is None else {"drawn": number}
+        if is_running:
+            seed = self._current_seed
+        else:
+            seed = self._loaded_seed if self._next_seed is None else self._next_seed
+        return {} if seed is None else {"drawn": seed}
 
     def state_after_break(self) -> State:
         """Return an empty state, because the next pass draws a new seed."""
@@ -238,8 +245,8 @@ class DrawnOrder:
         Args:
             state: Saved state. An empty state discards a seed that was loaded before.
         """
-        self._loaded = state.get("drawn")
-        self._opened = None
+        self._loaded_seed = state.get("drawn")
+        self._next_seed = None
 
 
 class SamplerOrder:
@@ -254,6 +261,10 @@ class SamplerOrder:
         stream: Random number stream from which the run's loaders draw.
         broadcast: Function that returns rank 0's value on every rank; None if this process draws alone.
         is_synchronized: Whether random generators in the sampler start each epoch with rank 0's state.
+
+    Attributes:
+        sampler: User's sampler or batch sampler.
+        seed: Seed for the global generators while the sampler draws.
     """
 
     def __init__(
@@ -268,15 +279,17 @@ class SamplerOrder:
         self.sampler = sampler
         self.seed = seed
         self._stream = stream
-        self._own = OwnGenerators(sampler, broadcast if is_synchronized else None)
-        self._continues_global = not is_seedable and not self._own.has_torch
+        self._own_generators = OwnGenerators(sampler, broadcast if is_synchronized else None)
+        self._draws_from_stream = not is_seedable and not self._own_generators.has_torch
         self._broadcast = broadcast
-        self._stateful = _find_stateful(sampler)
-        self._before: Any = None
-        self._mark: State = {}
-        self._expected: State = {}
-        self._global: str | None = None
-        self._loaded_global: str | None = None
+        self._stateful_sampler = _find_stateful_sampler(sampler)
+        # The start of the current pass, and that of the saved pass which the next pass must repeat (`_PASS_START_KEYS`).
+        self._pass_start: State = {}
+        self._loaded_pass_start: State = {}
+        self._sampler_state_before: Any = None  # state of the stateful sampler before the current pass
+        # Global RNG states with which the sampler started, as text, and the handover of the run's stream.
+        self._global_states: str | None = None
+        self._loaded_global_states: str | None = None
         self._handover: SamplerHandover | None = None
         self._loaded_handover: list[int] | None = None
 
@@ -299,35 +312,41 @@ class SamplerOrder:
         Args:
             epoch: Number of the epoch.
         """
-        self._own.start_epoch()
-        self._before = self._read_sampler()
-        self._mark = {}
-        expected = self._expected
-        self._expected = {}
-        if not self._continues_global:
-            return self._draw_resumed(
-                expected, lambda: self._draw_items(GlobalGenerators.from_seed(mix_seed(self.seed, epoch)))
-            )
-        handover, agreed = self._start_handover()
-        return self._draw_resumed(expected, lambda: self._draw_items(GlobalGenerators.from_text(agreed), handover))
+        self._own_generators.start_epoch()
+        self._sampler_state_before = self._read_sampler_state()
+        self._pass_start = {}
+        expected_start = self._loaded_pass_start
+        self._loaded_pass_start = {}
+        if not self._draws_from_stream:
+            seed = mix_seed(self.seed, epoch)
+            return self._draw_expected(expected_start, lambda: self._draw_items(GlobalGenerators.from_seed(seed)))
+        handover, states = self._start_handover()
+        return self._draw_expected(
+            expected_start, lambda: self._draw_items(GlobalGenerators.from_text(states), handover)
+        )
 
     def _start_handover(self) -> tuple[SamplerHandover, str]:
-        """Return the object that moves the run's stream in this pass, and the sampler's global RNG states as text."""
-        loaded, self._loaded_global = self._loaded_global, None
-        saved, self._loaded_handover = self._loaded_handover, None
-        text = self._stream.lend_states() if loaded is None else loaded
-        agreed = str(text if self._broadcast is None else self._broadcast(text))
-        if loaded is not None:
-            older = SamplerHandover.continue_older(self._stream)
-            handover = older if saved is None else SamplerHandover(self._stream, saved)
-        elif self._stream.is_global and agreed != text:
-            handover = SamplerHandover.without_effect(self._stream)  # this rank's training has other RNG states
-        else:
-            handover = SamplerHandover(self._stream)
-        self._global, self._handover = agreed, handover
-        return handover, agreed
+        """Return the object that moves the run's stream in this pass, and the sampler's global RNG states as text.
 
-    def _draw_resumed(self, expected: State, draw: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        All ranks must call this method, because they use rank 0's states.
+        """
+        loaded_states, self._loaded_global_states = self._loaded_global_states, None
+        loaded_handover, self._loaded_handover = self._loaded_handover, None
+        own_states = self._stream.lend_states() if loaded_states is None else loaded_states
+        states = str(own_states if self._broadcast is None else self._broadcast(own_states))
+        if loaded_states is None:
+            if self._stream.is_global and states != own_states:
+                handover = SamplerHandover.without_effect(self._stream)  # this rank's training has other RNG states
+            else:
+                handover = SamplerHandover(self._stream)
+        elif loaded_handover is None:
+            handover = SamplerHandover.continue_older(self._stream)
+        else:
+            handover = SamplerHandover(self._stream, loaded_handover)
+        self._global_states, self._handover = states, handover
+        return handover, states
+
+    def _draw_expected(self, expected_start: State, draw: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the items of a pass over the sampler, starting with the first item of the interrupted pass.
 
         A sampler that does not start with that item by itself is reset by its `state_dict`, if it has one. Its state at
@@ -336,24 +355,31 @@ class SamplerOrder:
         the items of the last attempt.
 
         Args:
-            expected: Saved start of the interrupted pass, with the keys in `_MARK`. Without "first", nothing is
-                compared.
+            expected_start: Saved start of the interrupted pass, with the keys in `_PASS_START_KEYS`. Without "first",
+                nothing is compared.
             draw: Function that starts a pass over the sampler.
         """
-        if "first" not in expected:
+        if "first" not in expected_start:
             return draw()
-        states = [None] if self._stateful is None else [None, expected.get("sampler"), expected.get("sampler_begun")]
-        for state in states:
-            if state is not None:
-                self._stateful.load_state_dict(copy.deepcopy(state))
-            self._own.rewind_epoch()
-            self._mark = {}
+        sampler_states = [None]  # None: try without loading a state
+        if self._stateful_sampler is not None:
+            sampler_states += [expected_start.get("sampler"), expected_start.get("sampler_begun")]
+        for sampler_state in sampler_states:
+            if sampler_state is not None:
+                self._stateful_sampler.load_state_dict(copy.deepcopy(sampler_state))
+            self._own_generators.rewind_epoch()
+            self._pass_start = {}
             items = draw()
             drawn = list(islice(items, 2))  # the second item triggers the read of all items that are compared
-            found = self._mark.get("first")
-            if found is not None and found in (expected["first"], expected.get("rest")):
-                self._mark = expected
-                return chain([] if found == expected["first"] else [expected["item"]], drawn, items)
+            digest = self._pass_start.get("first")
+            if digest is None:
+                continue
+            if digest == expected_start["first"]:
+                self._pass_start = expected_start
+                return chain(drawn, items)
+            if digest == expected_start.get("rest"):  # the sampler has continued with the second item
+                self._pass_start = expected_start
+                return chain([expected_start["item"]], drawn, items)
         warn(_OTHER_ORDER.format(kind=type(self.sampler).__name__), HeadwayWarning, stacklevel=2)
         return chain(drawn, items)
 
@@ -367,44 +393,54 @@ class SamplerOrder:
             rng_states: States with which the sampler starts.
             handover: Object that moves the run's stream. Default: None, the states do not come from the stream.
         """
-        before = rng_states.states
+        states_before = rng_states.states
         with rng_states:
             iterator = iter(self.sampler)
-            first = list(islice(iterator, 1))
+            first_items = list(islice(iterator, 1))
         if handover is not None:
-            handover.record_first(before, rng_states.states)
-        begun = self._read_sampler()
-        yield from first
-        yield from self._draw_chunks(iterator, rng_states, handover, first, begun)
+            handover.record_first_item(states_before, rng_states.states)
+        sampler_state = self._read_sampler_state()
+        yield from first_items
+        yield from self._draw_later_items(iterator, rng_states, handover, first_items, sampler_state)
 
-    def _read_sampler(self) -> Any:
-        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+    def _read_sampler_state(self) -> Any:
+        return None if self._stateful_sampler is None else copy.deepcopy(self._stateful_sampler.state_dict())
 
-    def _draw_chunks(
+    def _draw_later_items(
         self,
         iterator: Iterator[Any],
         rng_states: GlobalGenerators,
         handover: SamplerHandover | None,
-        first: Sequence[Any],
-        begun: Any,
+        first_items: Sequence[Any],
+        sampler_state: Any,
     ) -> Iterator[Any]:
+        """Yield the sampler's items after the first one, drawn in chunks, and describe the start of the pass.
+
+        Args:
+            iterator: Iterator over the sampler, from which the first item was taken.
+            rng_states: Global RNG states with which the sampler continues.
+            handover: Object that moves the run's stream; None if the states do not come from the stream.
+            first_items: List of the first item; empty if the sampler has none.
+            sampler_state: State of the sampler after the first item; None if it has no state.
+        """
         # A sampler might draw again if more items are requested than it has. That must not happen in mid-epoch.
-        length, num_taken, is_first = get_length(self.sampler), len(first), True
+        length, num_taken, is_first_chunk = get_length(self.sampler), len(first_items), True
         while True:
-            wanted = _CHUNK if length is None else min(_CHUNK, max(1, length - num_taken))
-            before = rng_states.states
+            num_requested = _CHUNK_SIZE if length is None else min(_CHUNK_SIZE, max(1, length - num_taken))
+            states_before = rng_states.states
             with rng_states:
-                chunk = list(islice(iterator, wanted))
+                chunk = list(islice(iterator, num_requested))
             if handover is not None:
-                handover.record_later(before, rng_states.states)
-            if is_first:
-                is_first, self._mark = False, self._describe_state([*first, *chunk], begun)
+                handover.record_later_items(states_before, rng_states.states)
+            if is_first_chunk:
+                is_first_chunk = False
+                self._pass_start = self._describe_pass_start([*first_items, *chunk], sampler_state)
             yield from chunk
-            if len(chunk) < wanted:
+            if len(chunk) < num_requested:
                 if handover is not None:
-                    handover.end(rng_states.states)
+                    handover.end_pass(rng_states.states)
                 return
-            num_taken += wanted
+            num_taken += num_requested
 
     def state(self, is_running: bool) -> State:
         """Return the state that determines the order of the current epoch or, between epochs, of the next one.
@@ -416,53 +452,58 @@ class SamplerOrder:
         Args:
             is_running: Whether an epoch is in progress.
         """
-        own = {**self._own.state(is_running), **self._describe_draws(is_running)}
-        if not is_running:
-            return {**own, **self._expected}
-        return {**own, **self._mark}
+        rng_states = {**self._own_generators.state(is_running), **self._describe_global_states(is_running)}
+        return {**rng_states, **(self._pass_start if is_running else self._loaded_pass_start)}
 
-    def _describe_draws(self, is_running: bool) -> State:
-        """Return the global RNG states of the pass, and the progress of its handover; empty if there are none."""
-        taken = self._global if is_running else self._loaded_global
+    def _describe_global_states(self, is_running: bool) -> State:
+        """Return the global RNG states with which the pass started, and the progress of its handover.
+
+        The keys are "global" and, if it is known, "handover". The result is empty if there are no such states.
+        """
+        states = self._global_states if is_running else self._loaded_global_states
+        if states is None:
+            return {}
         handover = self._loaded_handover
         if is_running and self._handover is not None:
             handover = self._handover.state()
-        return {
-            **({} if taken is None else {"global": taken}),
-            **({} if taken is None or handover is None else {"handover": handover}),
-        }
+        return {"global": states} if handover is None else {"global": states, "handover": handover}
 
     def state_after_break(self) -> State:
         """Return the current states of the sampler's own generators, with which the next epoch continues."""
-        return self._own.state(False)
+        return self._own_generators.state(False)
 
-    def _describe_state(self, items: Sequence[Any], begun: Any) -> State:
-        """Return the sampler's states and a digest of a pass's first items.
+    def _describe_pass_start(self, items: Sequence[Any], sampler_state: Any) -> State:
+        """Return the sampler's states and digests of a pass's first items, with the keys in `_PASS_START_KEYS`.
 
         A resumed pass must start with items that have the same digest. The result is empty if the items are neither
         integers nor strings.
 
         Args:
             items: First items of the pass.
-            begun: State of the sampler after the first item; None if it has no state.
+            sampler_state: State of the sampler after the first item; None if it has no state.
         """
-        first = digest_items(items)
-        if first is None:
+        digest = digest_items(items)
+        if digest is None:
             return {}
-        if self._stateful is None:
-            return {"first": first}
-        rest = digest_items(items[1:])
-        return {"first": first, "rest": rest, "item": items[0], "sampler": self._before, "sampler_begun": begun}
+        if self._stateful_sampler is None:
+            return {"first": digest}
+        return {
+            "first": digest,
+            "rest": digest_items(items[1:]),
+            "item": items[0],
+            "sampler": self._sampler_state_before,
+            "sampler_begun": sampler_state,
+        }
 
     def load_state(self, state: State) -> None:
         """Load the state that `state` returned. The next epoch is drawn from it.
 
         An empty state discards the state that was loaded before.
         """
-        self._own.load_state(state)
-        self._loaded_global = state.get("global")
+        self._own_generators.load_state(state)
+        self._loaded_global_states = state.get("global")
         self._loaded_handover = state.get("handover")
-        self._expected = {name: state[name] for name in _MARK if name in state}
+        self._loaded_pass_start = {name: state[name] for name in _PASS_START_KEYS if name in state}
 
 
 def describe_order(order: Any) -> str:
@@ -482,7 +523,7 @@ def describe_order(order: Any) -> str:
     return f"by {type(getattr(order, 'sampler', order)).__name__}"
 
 
-def _find_stateful(sampler: Any) -> Any:
+def _find_stateful_sampler(sampler: Any) -> Any:
     """Return the sampler if it has a `state_dict`, else the sampler inside it that has one, else None."""
     for each in (sampler, getattr(sampler, "sampler", None)):
         if callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
@@ -498,14 +539,14 @@ def digest_items(items: Iterable[Any]) -> str | None:
     Args:
         items: Indices, or batches of indices.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for item in items:
-        several = item if isinstance(item, list | tuple) else (item,)
-        for index in several[: _COMPARED - len(found)]:
+        indices = item if isinstance(item, list | tuple) else (item,)
+        for index in indices[: _NUM_COMPARED - len(texts)]:
             if not isinstance(index, int | str | numpy.integer):
                 return None
-            found.append(str(index))
-    return blake2b(" ".join(found).encode(), digest_size=8).hexdigest() if found else None
+            texts.append(str(index))
+    return blake2b(" ".join(texts).encode(), digest_size=8).hexdigest() if texts else None
 
 
 def get_length(items: Any) -> int | None:

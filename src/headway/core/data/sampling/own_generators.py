@@ -41,8 +41,8 @@ class OwnGenerators:
     def __init__(self, owner: Any, broadcast: Broadcast | None) -> None:
         self.generators = find_generators(owner)
         self._broadcast = broadcast if self.generators else None
-        self._begun: list[str] = []
-        self._loaded: list[str] | None = None
+        self._start_states: list[str] = []  # texts of the states at the start of the current epoch
+        self._loaded_states: list[str] | None = None
 
     @property
     def has_torch(self) -> bool:
@@ -51,7 +51,7 @@ class OwnGenerators:
 
     def rewind_epoch(self) -> None:
         """Reset the generators to their states at the start of the current epoch. The order can then be drawn again."""
-        self._write_states(self._begun)
+        self._write_states(self._start_states)
 
     def start_epoch(self) -> None:
         """Start an epoch with the loaded states if there are any, or else with the generators' current states.
@@ -59,45 +59,48 @@ class OwnGenerators:
         If an `broadcast` function was given, all ranks use rank 0's states. The states are stored, so that `rewind_epoch` can
         return to them.
         """
-        texts = self._read_states() if self._loaded is None else self._loaded
-        self._begun = texts if self._broadcast is None else self._broadcast(texts)
-        self._loaded = None
-        self._write_states(self._begun)
+        texts = self._read_states() if self._loaded_states is None else self._loaded_states
+        self._start_states = texts if self._broadcast is None else self._broadcast(texts)
+        self._loaded_states = None
+        self._write_states(self._start_states)
 
     def state(self, is_running: bool) -> State:
-        """Return the generators' states at the start of the current epoch.
+        """Return {"generators": the generators' states at the start of the current epoch, as texts}.
 
-        Between epochs, return the states that were loaded for the next epoch or, if there are none, the current states.
-        Return an empty dict if there are no generators.
+        Between epochs, return the states that were loaded for the next epoch. If none were loaded, return the current
+        states, with the additional entry {"is_idle": True}. Return an empty dict if there are no generators.
 
         Args:
             is_running: Whether an epoch is in progress.
         """
         if not self.generators:
             return {}
-        if is_running or self._loaded is not None:
-            return {"generators": self._begun if self._loaded is None else self._loaded}
+        if self._loaded_states is not None:
+            return {"generators": self._loaded_states}
+        if is_running:
+            return {"generators": self._start_states}
         return {"generators": self._read_states(), "is_idle": True}
 
     def load_state(self, state: State) -> None:
         """Load the states that `state` returned. The next epoch starts with them.
 
-        An empty dict discards states that were loaded before.
+        States that were saved between epochs are set at once, others at the start of the epoch. An empty dict discards
+        states that were loaded before.
         """
         texts = state.get("generators")
         if texts is None:
-            self._loaded = None
+            self._loaded_states = None
         elif state.get("is_idle"):
             self._write_states(texts)
         else:
-            self._loaded = list(texts)
+            self._loaded_states = list(texts)
 
     def _read_states(self) -> list[str]:
-        return [_read_own(generator) for generator in self.generators]
+        return [_encode_generator(generator) for generator in self.generators]
 
     def _write_states(self, texts: list[str]) -> None:
         for generator, text in zip(self.generators, texts):
-            _write_own(generator, text)
+            _write_generator(generator, text)
 
 
 def is_generator_text(text: str, is_on_cpu: bool) -> bool:
@@ -108,9 +111,9 @@ def is_generator_text(text: str, is_on_cpu: bool) -> bool:
         is_on_cpu: Whether there are only CPU generators. Otherwise states that torch's CPU generator rejects are
             accepted too, because they may be states of another device's generator.
     """
-    kind, is_other, rest = text.partition(":")
-    if is_other:
-        return _is_other_state(kind, rest)
+    kind, colon, state_text = text.partition(":")
+    if colon:
+        return _is_python_or_numpy_state(kind, state_text)
     try:
         state = decode_torch_state(text)
         torch.Generator().set_state(state)
@@ -121,7 +124,7 @@ def is_generator_text(text: str, is_on_cpu: bool) -> bool:
     return True
 
 
-def _is_other_state(kind: str, text: str) -> bool:
+def _is_python_or_numpy_state(kind: str, text: str) -> bool:
     """Whether a string is a valid state of a Python or NumPy random number generator.
 
     To check it, the state is loaded into a new generator.
@@ -136,7 +139,7 @@ def _is_other_state(kind: str, text: str) -> bool:
         return False
     generator = getattr(numpy.random, kind)()
     try:
-        _write_bits(generator, text)
+        _write_bit_generator(generator, text)
         words = json.loads(text)["state"]
     except (ValueError, TypeError, KeyError, OverflowError):
         return False
@@ -144,7 +147,7 @@ def _is_other_state(kind: str, text: str) -> bool:
     return kind != "MT19937" or (len(words["key"]) == 624 and 0 <= int(words["pos"]) <= 624)
 
 
-def _read_own(generator: OwnGenerator) -> str:
+def _encode_generator(generator: OwnGenerator) -> str:
     """Return the state of a generator as text: base64 for torch's generators, "type:state" for others."""
     if isinstance(generator, torch.Generator):
         return encode_torch_state(generator.get_state())
@@ -152,43 +155,43 @@ def _read_own(generator: OwnGenerator) -> str:
         return f"random:{encode_state(generator.getstate(), 1)}"
     if isinstance(generator, numpy.random.RandomState):
         return f"numpy:{encode_state(generator.get_state(), 2)}"
-    bits = generator.bit_generator
-    return f"{type(bits).__name__}:{json.dumps(bits.state, default=lambda words: words.tolist())}"
+    bit_generator = generator.bit_generator
+    return f"{type(bit_generator).__name__}:{json.dumps(bit_generator.state, default=lambda array: array.tolist())}"
 
 
-def _write_own(generator: OwnGenerator, text: str) -> None:
-    """Set the state of a generator from a text that `_read_own` returned.
+def _write_generator(generator: OwnGenerator, text: str) -> None:
+    """Set the state of a generator from a text that `_encode_generator` returned.
 
     This has no effect if the text belongs to another type of generator.
     """
-    kind, is_other, rest = text.partition(":")
+    kind, colon, state_text = text.partition(":")
     if isinstance(generator, torch.Generator):
-        if not is_other:
+        if not colon:
             generator.set_state(decode_torch_state(text))
     elif isinstance(generator, random.Random):
         if kind == "random":
-            generator.setstate(decode_state(rest, 1))
+            generator.setstate(decode_state(state_text, 1))
     elif isinstance(generator, numpy.random.RandomState):
         if kind == "numpy":
-            generator.set_state(decode_state(rest, 2))
+            generator.set_state(decode_state(state_text, 2))
     elif kind == type(generator.bit_generator).__name__:
-        _write_bits(generator.bit_generator, rest)
+        _write_bit_generator(generator.bit_generator, state_text)
 
 
-def _write_bits(bits: "numpy.random.BitGenerator", text: str) -> None:
-    bits.state = _restore_arrays(json.loads(text), bits.state)
+def _write_bit_generator(generator: "numpy.random.BitGenerator", text: str) -> None:
+    generator.state = _restore_arrays(json.loads(text), generator.state)
 
 
-def _restore_arrays(read: Any, own: Any) -> Any:
+def _restore_arrays(json_state: Any, example: Any) -> Any:
     """Return a bit generator's state after a round trip through JSON, with lists converted back to NumPy arrays.
 
     Args:
-        read: State as read from JSON, or a part of it.
-        own: Current state of the generator, or the same part of it. It shows where arrays are needed.
+        json_state: State as read from JSON, or a part of it.
+        example: Current state of the generator, or the same part of it. It shows where arrays are needed.
     """
-    if isinstance(own, dict):
-        return {name: _restore_arrays(read[name], value) for name, value in own.items()}
-    return numpy.asarray(read, dtype=own.dtype) if isinstance(own, numpy.ndarray) else read
+    if isinstance(example, dict):
+        return {name: _restore_arrays(json_state[name], value) for name, value in example.items()}
+    return numpy.asarray(json_state, dtype=example.dtype) if isinstance(example, numpy.ndarray) else json_state
 
 
 def _is_readable(generator: object) -> bool:
@@ -203,15 +206,15 @@ def _is_readable(generator: object) -> bool:
     return isinstance(generator, torch.Generator) or type(generator) is random.Random
 
 
-def find_generators(sampler: object) -> list[OwnGenerator]:
+def find_generators(owner: object) -> list[OwnGenerator]:
     """Return the random generators in the attributes of a sampler or dataset, and of its nested samplers.
 
     Nested samplers are those in the attributes `sampler` and `batch_sampler`. NumPy's global RandomState is left out,
     because it is saved with the global RNG states. So are generators whose state cannot be read and written.
     """
-    nested = (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None))
-    values = [value for each in nested for value in getattr(each, "__dict__", {}).values()]
-    found = {id(value): value for value in values if _is_readable(value)}
-    # NumPy's module-level functions share one RandomState, which may be an attribute too. It is saved with the global
-    # states.
-    return [value for value in found.values() if value is not getattr(numpy.random.mtrand, "_rand", None)]
+    owners = (owner, getattr(owner, "sampler", None), getattr(owner, "batch_sampler", None))
+    values = [value for each in owners for value in getattr(each, "__dict__", {}).values()]
+    generators_by_id = {id(value): value for value in values if _is_readable(value)}
+    # NumPy's module-level functions share one RandomState, which may be an attribute too.
+    global_state = getattr(numpy.random.mtrand, "_rand", None)
+    return [generator for generator in generators_by_id.values() if generator is not global_state]

@@ -1,4 +1,7 @@
-"""Global RNG states of torch, Python and NumPy: replace them within a block, and convert them to text."""
+"""Global RNG states of torch, Python and NumPy: replace them within a block, and convert them to text.
+
+Generators have indices in this package: 0 is torch's CPU generator, 1 Python's `random`, 2 NumPy's global RandomState.
+"""
 
 import base64
 import hashlib
@@ -19,7 +22,7 @@ Broadcast = Callable[[Any], Any]
 _PYTHON = struct.Struct("<?d")
 _NUMPY = struct.Struct("<iid")
 TWISTERS = {"random": 1, "numpy": 2}
-"""Names of Python's and NumPy's Mersenne Twister generators, with their indices in the result of `encode_global_states`."""
+"""Indices of Python's and NumPy's global generators, by the name of the generator in a saved state."""
 STATE_WRITERS: tuple[Callable[[Any], Any], ...] = (
     seed.write_torch_rng_state,
     random.setstate,
@@ -72,7 +75,7 @@ def encode_global_states() -> str:
     return _pack_states(_read_global())
 
 
-def encode_with_seeded_rest(state: torch.Tensor) -> str:
+def encode_states_from_torch(state: torch.Tensor) -> str:
     """Return global RNG states as text: `state` for torch, and states seeded from it for Python and NumPy.
 
     Args:
@@ -102,7 +105,7 @@ def is_rng_states_text(text: str) -> bool:
         random.Random().setstate(python)
     except (ValueError, TypeError, OverflowError, RuntimeError, struct.error):
         return False
-    # NumPy would read out of bounds if the position is beyond its words.
+    # NumPy accepts any position, and would read out of bounds if it is beyond the 624 words.
     return len(keys) == 624 and 0 <= position <= 624 and has_gauss in (0, 1)
 
 
@@ -137,16 +140,16 @@ def complete_states_text(text: str, index: int) -> str:
         text: Text that `encode_state` returned.
         index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
     """
-    parts = _pack_states(GlobalGenerators.from_seed(0).states).split(" ")
-    parts[index] = text
-    return " ".join(parts)
+    texts = _pack_states(GlobalGenerators.from_seed(0).states).split(" ")
+    texts[index] = text
+    return " ".join(texts)
 
 
 def has_same_state(one: Any, other: Any) -> bool:
     """Whether two states of one generator are equal.
 
-    For Python's Mersenne Twister, it is sufficient to compare the position and a few words. A draw moves the position,
-    and when the position returns to its old value, all words have been replaced.
+    For Python's Mersenne Twister, only the position, two of 624 words and the cached Gaussian number are compared. A
+    draw moves the position, and when the position returns to its old value, all words have been replaced.
     """
     if one is other:
         return True
@@ -154,7 +157,9 @@ def has_same_state(one: Any, other: Any) -> bool:
         return bool(one.numpy().tobytes() == other.numpy().tobytes())
     if isinstance(one[1], numpy.ndarray):
         return bool(one[2:] == other[2:]) and numpy.array_equal(one[1], other[1])
-    return bool(one[2] == other[2] and all(one[1][at] == other[1][at] for at in (-1, 0, 1)))
+    # A state of Python's generator is (version, 624 words and the position, cached Gaussian number or None).
+    (_, words, gauss), (_, other_words, other_gauss) = one, other
+    return bool(gauss == other_gauss and all(words[place] == other_words[place] for place in (-1, 0, 1)))
 
 
 def derive_state(state: Any, index: int) -> Any:
@@ -179,6 +184,7 @@ def _complete_states(state: torch.Tensor) -> States:
 
 
 def _pack_states(states: States) -> str:
+    """Return the three states as base64 texts, separated by spaces."""
     # Python's and NumPy's global generators are Mersenne twisters of 624 words.
     state, (_, words, gauss), (_, keys, position, has_gauss, cached) = states
     parts = [

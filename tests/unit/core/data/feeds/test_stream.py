@@ -244,7 +244,7 @@ def test_resuming_own_shards_on_other_ranks_warns_that_it_is_not_exact():
         loader.load_state_dict({"epoch": 0, "consumed": 6, "source": {"num_rounds": 1, "round_size": 6}})
         return read_batches(loader)
 
-    with pytest.raises(HeadwayWarning, match=r"after 6 samples with rounds of 4 samples instead of 6\. Each rank"):
+    with pytest.raises(HeadwayWarning, match=r"after 6 samples with steps of 4 samples instead of 6\. Each rank"):
         run_on_ranks(2, run_rank)
 
 
