@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.errors import PrepareError
-from headway.language_data.packing import IGNORED, LABELS, POSITIONS, TOKENS
+from headway.language_data.packing import IGNORE_INDEX, LABELS, POSITIONS, TOKENS
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -232,7 +232,7 @@ class _BoundaryProbe:
         Raises:
             PrepareError: If the model returns no loss either, or does not accept the entries of the batch.
         """
-        unlabeled = {**beside, LABELS: torch.full_like(beside[LABELS], IGNORED)}
+        unlabeled = {**beside, LABELS: torch.full_like(beside[LABELS], IGNORE_INDEX)}
         outputs = self._call_model(self._make_batch([sequence, unlabeled], has_labels=True))
         for value in _list_values(outputs):
             if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
@@ -277,7 +277,7 @@ def _make_sequence(first: list[int], second: list[int]) -> dict[str, Any]:
     """Return a packed sequence of two documents, with labels in the second one only."""
     return {
         TOKENS: torch.tensor(first + second),
-        LABELS: torch.tensor([IGNORED] * (len(first) + 1) + second[1:]),
+        LABELS: torch.tensor([IGNORE_INDEX] * (len(first) + 1) + second[1:]),
         POSITIONS: torch.tensor([*range(len(first)), *range(len(second))]),
     }
 

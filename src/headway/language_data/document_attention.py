@@ -40,8 +40,9 @@ def find_documents(position_ids: torch.Tensor) -> torch.Tensor:
     Args:
         position_ids: Positions, of shape (rows, tokens).
     """
-    begins = torch.diff(position_ids, dim=-1, prepend=position_ids[..., :1] - 1) != 1
-    return begins.cumsum(-1)
+    # The prepended position makes the first difference 1, so that the first token does not begin a second document.
+    is_first_token = torch.diff(position_ids, dim=-1, prepend=position_ids[..., :1] - 1) != 1
+    return is_first_token.cumsum(-1)
 
 
 def make_document_mask(position_ids: torch.Tensor, is_causal: bool = True) -> torch.Tensor:
@@ -76,11 +77,15 @@ def make_block_mask(position_ids: torch.Tensor, is_causal: bool = True) -> Any:
 def make_varlen_arguments(position_ids: torch.Tensor) -> VarlenArguments:
     """Return the arguments for variable-length attention over a batch whose rows are concatenated into one.
 
+    The host waits for the device, because it needs the length of the longest document as a number.
+
     Args:
         position_ids: Positions, of shape (rows, tokens). Each row begins with a new document.
     """
     documents = find_documents(position_ids)
+    # Make the documents' numbers unique over all rows. A row has at most as many documents as tokens.
     rows = torch.arange(len(documents), device=documents.device)[:, None]
-    _, sizes = torch.unique_consecutive((documents + rows * documents.shape[-1]).flatten(), return_counts=True)
-    ends = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
-    return VarlenArguments(ends, int(sizes.max()))
+    unique_documents = (documents + rows * documents.shape[-1]).flatten()
+    _, sizes = torch.unique_consecutive(unique_documents, return_counts=True)
+    cu_seqlens = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+    return VarlenArguments(cu_seqlens, int(sizes.max()))

@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from hashlib import blake2b
 from operator import index as to_index
 from typing import Any
@@ -16,10 +17,10 @@ from headway.core.runtime.seed import mix_seed
 from headway.errors import ConfigError, DataError, StateError
 from headway.language_data.joined_tables import JoinedTables
 from headway.language_data.mixture_weights import Weights, read_weights
-from headway.language_data.quotas import QuotaOrder, WeightRange, build_pieces, limit_pieces, share_rates
+from headway.language_data.quotas import QuotaOrder, WeightRange, build_weight_ranges, drop_weights, limit_weight_ranges
 from headway.language_data.shuffling import shuffle_offsets
 
-ENDS = ("repeat", "stop", "drop")
+END_ACTIONS = ("repeat", "stop", "drop")
 SOURCE_KEY = "source"
 _NUM_KEPT_BLOCKS = 16
 
@@ -58,7 +59,9 @@ class Mixture(Dataset[Any]):
 
     Attributes:
         names: Names of the sources. The index of a source is its position in this tuple.
-        pieces: Ranges of positions with constant weights, as given by `weights`. The end of a source does not change
+        sources: Datasets, in the order of `names`.
+        end_actions: Action at the end of each source, in the order of `names`: "repeat", "stop" or "drop".
+        weight_ranges: Ranges of positions with constant weights, as given by `weights`. The end of a source does not change
             them.
 
     Raises:
@@ -92,7 +95,7 @@ class Mixture(Dataset[Any]):
         self.seed = _check_number("seed", seed, least=0)
         self.shuffle = shuffle
         self.adds_source = adds_source
-        self.ends = read_ends(when_source_ends, self.names)
+        self.end_actions = read_end_actions(when_source_ends, self.names)
         lengths = [None if is_stream(source) else len(source) for source in self.sources]
         if weights is None:
             if None in lengths:
@@ -101,43 +104,42 @@ class Mixture(Dataset[Any]):
                     f"weights= is needed, because source {stream!r} has no length; give each source a weight"
                 )
             weights = [length or 0 for length in lengths]
-        self.pieces = read_weights(weights, self.names, samples_per_update)
+        self.weight_ranges = read_weights(weights, self.names, samples_per_update)
         if num_samples is not None:
             _check_number("num_samples", num_samples, least=1)
         self._lengths = lengths
         # Some dataset wrappers set the attribute to None, so check its value, as torch's fetcher does.
         self._reads_batches = [bool(getattr(source, "__getitems__", None)) for source in self.sources]
         self._tables = JoinedTables(self.sources)
-        self._set_up(num_samples)
+        self._prepare_order(num_samples)
         # Persistent workers keep their copy of the dataset, so only shared memory shows them a new epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
-    def _set_up(self, num_samples: int | None) -> None:
+    def _prepare_order(self, num_samples: int | None) -> None:
         """Compute the order of the sources and the length of an epoch.
 
         Raises:
             ConfigError: If neither a source nor `num_samples` ends an epoch.
         """
         lengths = [length or 0 for length in self._lengths]
-        pieces, end = limit_pieces(
-            self.pieces, [length if word == "drop" else None for length, word in zip(lengths, self.ends)]
-        )
-        self._order = QuotaOrder(pieces, end)
-        ends = [end]
-        for source, word in enumerate(self.ends):
-            if word == "stop":
-                ends.append(self._order.find_occurrence(source, lengths[source]))
-        self._is_continued = set(self.ends) == {"repeat"}
-        if num_samples is None and self._is_continued:
+        limits = [length if action == "drop" else None for length, action in zip(lengths, self.end_actions)]
+        weight_ranges, end = limit_weight_ranges(self.weight_ranges, limits)
+        self._order = QuotaOrder(weight_ranges, end)
+        ends = [end]  # positions at which an epoch ends; None for a reason that does not end it
+        for source, action in enumerate(self.end_actions):
+            if action == "stop":
+                ends.append(self._order.find_sample_position(source, lengths[source]))
+        self._continues_across_epochs = set(self.end_actions) == {"repeat"}
+        if num_samples is None and self._continues_across_epochs:
             num_samples = sum(lengths)
         ends.append(num_samples)
-        found = [each for each in ends if each is not None]
-        if not found:
+        known_ends = [each for each in ends if each is not None]
+        if not known_ends:
             raise ConfigError(
-                f"when_source_ends={dict(zip(self.names, self.ends))} never ends an epoch, because some sources repeat and no source "
-                "with a weight stops; pass num_samples=, the samples of an epoch"
+                f"when_source_ends={dict(zip(self.names, self.end_actions))} never ends an epoch, because some sources repeat and no "
+                "source with a weight stops; pass num_samples=, the samples of an epoch"
             )
-        self._num_samples = min(found)
+        self._num_samples = min(known_ends)
         self._blocks: OrderedDict[tuple[int, int], tuple[list[int], list[int]]] = OrderedDict()
         self._description = self._describe_order()
 
@@ -174,20 +176,26 @@ class Mixture(Dataset[Any]):
             DataError: If a sample already has an entry "source", and the index of its source would be added.
         """
         epoch = self.epoch
-        found = [self._find_sample(position, epoch) for position in positions]
-        samples = self._tables.read(found) or self._read_by_source(found)
-        return [attach_source(sample, source, self.adds_source) for sample, (source, _) in zip(samples, found)]
+        locations = [self._find_sample(position, epoch) for position in positions]
+        samples = self._tables.read(locations) or self._read_by_source(locations)
+        return [attach_source(sample, source, self.adds_source) for sample, (source, _) in zip(samples, locations)]
 
-    def _read_by_source(self, found: list[tuple[int, int]]) -> list[Any]:
-        samples: list[Any] = [None] * len(found)
-        batches: dict[int, list[int]] = {}
-        for place, (source, index) in enumerate(found):
+    def _read_by_source(self, locations: list[tuple[int, int]]) -> list[Any]:
+        """Return samples, reading all samples of a source at once if it has `__getitems__`.
+
+        Args:
+            locations: Pairs of (index of the source, index of the sample in this source).
+        """
+        samples: list[Any] = [None] * len(locations)
+        places_by_source: dict[int, list[int]] = {}  # places in `samples`
+        for place, (source, index) in enumerate(locations):
             if self._reads_batches[source]:
-                batches.setdefault(source, []).append(place)
+                places_by_source.setdefault(source, []).append(place)
             else:
                 samples[place] = self.sources[source][index]
-        for source, places in batches.items():
-            for place, sample in zip(places, self.sources[source].__getitems__([found[each][1] for each in places])):
+        for source, places in places_by_source.items():
+            batch = self.sources[source].__getitems__([locations[place][1] for place in places])
+            for place, sample in zip(places, batch):
                 samples[place] = sample
         return samples
 
@@ -203,16 +211,17 @@ class Mixture(Dataset[Any]):
         position = to_index(position)
         if not 0 <= position < self._num_samples:
             raise IndexError(f"position {position} of a mixture of {self._num_samples} samples")
-        if self._is_continued:
+        if self._continues_across_epochs:
             position += epoch * self._num_samples
             epoch = 0
         number, offset = divmod(position, self._order.block_size)
         block = self._blocks.get((epoch, number))
         if block is None:
-            block = self._blocks[epoch, number] = self._read_block(number, epoch)
+            block = self._blocks[epoch, number] = self._compute_block(number, epoch)
             if len(self._blocks) > _NUM_KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
-        return block[0][offset], block[1][offset]
+        sources, indices = block
+        return sources[offset], indices[offset]
 
     def count_samples(self, position: int) -> dict[str, int]:
         """Return the number of samples that each source contributes to the current epoch before a position.
@@ -229,11 +238,11 @@ class Mixture(Dataset[Any]):
         position = to_index(position)
         if not 0 <= position <= self._num_samples:
             raise IndexError(f"position {position} of a mixture of {self._num_samples} samples")
-        start = self.epoch * self._num_samples if self._is_continued else 0
-        before = self._order.count(start)
+        start = self.epoch * self._num_samples if self._continues_across_epochs else 0
+        counts_at_start = self._order.count_samples(start)
+        counts = self._order.count_samples(start + position)
         return {
-            name: count - earlier
-            for name, count, earlier in zip(self.names, self._order.count(start + position), before)
+            name: count - count_at_start for name, count, count_at_start in zip(self.names, counts, counts_at_start)
         }
 
     def describe_order(self) -> str:
@@ -241,13 +250,22 @@ class Mixture(Dataset[Any]):
         return self._description
 
     def _describe_order(self) -> str:
-        facts = (self.names, self._lengths, self.pieces, self.seed, self.shuffle, self.ends, self._num_samples)
-        digest = blake2b(repr(facts).encode(), digest_size=6).hexdigest()
+        # Checkpoints contain this digest, so it depends on the names of `WeightRange` and its fields (through repr).
+        settings = (
+            self.names,
+            self._lengths,
+            self.weight_ranges,
+            self.seed,
+            self.shuffle,
+            self.end_actions,
+            self._num_samples,
+        )
+        digest = blake2b(repr(settings).encode(), digest_size=6).hexdigest()
         return f"a Mixture of {', '.join(self.names)} with the order {digest}"
 
-    def _read_block(self, number: int, epoch: int) -> tuple[list[int], list[int]]:
+    def _compute_block(self, number: int, epoch: int) -> tuple[list[int], list[int]]:
         """Return two lists for block `number` of the order: source indices, and sample indices within the sources."""
-        block = self._order.read_block(number)
+        block = self._order.compute_block(number)
         sources = numpy.array(block.sources)
         indices = numpy.empty(len(sources), dtype=numpy.int64)
         for source, count in enumerate(block.counts):
@@ -269,15 +287,14 @@ class Mixture(Dataset[Any]):
         """
         length = self._lengths[source]
         assert length is not None
-        numbers = numpy.arange(first, first + count)
-        passes, offsets = numpy.divmod(numbers, length)
+        passes, offsets = numpy.divmod(numpy.arange(first, first + count), length)
         if not self.shuffle or not count or getattr(self.sources[source], "orders_samples", False):
             return offsets
-        key = crc32(self.names[source].encode())
-        for each in range(int(passes[0]), int(passes[-1]) + 1):
-            chosen = passes == each
-            seed = mix_seed(self.seed, key, epoch, each)
-            offsets[chosen] = shuffle_offsets(offsets[chosen], length, seed)
+        source_key = crc32(self.names[source].encode())
+        for pass_number in range(int(passes[0]), int(passes[-1]) + 1):
+            is_in_pass = passes == pass_number
+            seed = mix_seed(self.seed, source_key, epoch, pass_number)
+            offsets[is_in_pass] = shuffle_offsets(offsets[is_in_pass], length, seed)
         return offsets
 
     def __getstate__(self) -> dict[str, Any]:
@@ -299,13 +316,13 @@ def check_sources(sources: Any) -> tuple[str, ...]:
         DataError: If a source is empty, is not a dataset, or is an iterator that can be read only once.
     """
     if not isinstance(sources, Mapping) or not sources:
-        given = "no sources" if not sources else f"a {type(sources).__name__}"
-        raise ConfigError(f"a Mixture got {given}; give datasets by name, such as {{'web': first, 'code': second}}")
+        received = "no sources" if not sources else f"a {type(sources).__name__}"
+        raise ConfigError(f"a Mixture got {received}; give datasets by name, such as {{'web': first, 'code': second}}")
     for name, source in sources.items():
         if not isinstance(name, str):
             raise ConfigError(f"a source of a Mixture has the name {name!r}; give names that are text")
         if is_stream(source):
-            if iter_once(source):
+            if is_iterator(source):
                 raise DataError(
                     f"source {name!r} is an iterator ({type(source).__name__}), which can be read only once; give a dataset that "
                     "starts from its first sample each time that it is iterated"
@@ -320,28 +337,28 @@ def check_sources(sources: Any) -> tuple[str, ...]:
     return tuple(sources)
 
 
-def iter_once(source: object) -> bool:
+def is_iterator(source: object) -> bool:
     """Whether a source is an iterator, which cannot be read a second time."""
     return isinstance(source, Iterator)
 
 
-def read_ends(words: str | Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
+def read_end_actions(actions: str | Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
     """Return the action at the end of each source: "repeat", "stop" or "drop".
 
     Args:
-        words: One action for all sources, or actions by name.
+        actions: One action for all sources, or actions by name.
         names: Names of the sources.
 
     Raises:
         ConfigError: If an action is unknown, or the names differ from the names of the sources.
     """
-    if isinstance(words, str):
-        words = dict.fromkeys(names, words)
-    if not isinstance(words, Mapping) or set(words) != set(names) or not set(words.values()) <= set(ENDS):
+    by_name = dict.fromkeys(names, actions) if isinstance(actions, str) else actions
+    if not isinstance(by_name, Mapping) or set(by_name) != set(names) or not set(by_name.values()) <= set(END_ACTIONS):
         raise ConfigError(
-            f"when_source_ends={words!r}; give {', '.join(map(repr, ENDS))}, or one of these words for each of {list(names)}"
+            f"when_source_ends={by_name!r}; give {', '.join(map(repr, END_ACTIONS))}, or one of these words for each of "
+            f"{list(names)}"
         )
-    return tuple(words[name] for name in names)
+    return tuple(by_name[name] for name in names)
 
 
 def attach_source(sample: Any, source: int, adds_source: bool | None) -> Any:
@@ -358,7 +375,7 @@ def attach_source(sample: Any, source: int, adds_source: bool | None) -> Any:
     Raises:
         DataError: If the sample is a mapping that already has an entry "source", and `adds_source` is not False.
     """
-    # The check for an abstract class takes longer than the rest of this function.
+    # Check for a dict first: the check for an abstract class takes longer than the rest of this function.
     if type(sample) is dict or isinstance(sample, Mapping):
         if adds_source is False:
             return sample
@@ -396,17 +413,17 @@ class StreamMixture(Mixture, IterableDataset[Any]):
     `accelerator.register_for_checkpointing` to resume without reading samples again.
     """
 
-    def _set_up(self, num_samples: int | None) -> None:
-        """Prepare for reading. The order of the sources and the end of an epoch are only found by reading.
+    def _prepare_order(self, num_samples: int | None) -> None:
+        """Reset the position. The order of the sources and the end of an epoch are only found by reading.
 
         Args:
             num_samples: Maximum number of samples in an epoch. None: an epoch ends only when the sources end it.
         """
         self._limit = num_samples
-        self._is_continued = False
+        self._continues_across_epochs = False
         self._num_samples = num_samples or 0
         self._description = self._describe_order()
-        self._reading: MixtureReader | None = None
+        self._reader: MixtureReader | None = None
         self._loaded: State | None = None
 
     def __len__(self) -> int:
@@ -415,7 +432,7 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         Raises:
             TypeError: If `num_samples` was not given, or an epoch can end earlier because some source does not repeat.
         """
-        if self._limit is None or set(self.ends) != {"repeat"}:
+        if self._limit is None or set(self.end_actions) != {"repeat"}:
             raise TypeError(
                 "the length of a mixture with iterable sources is known only with num_samples= and repeated sources"
             )
@@ -447,17 +464,17 @@ class StreamMixture(Mixture, IterableDataset[Any]):
                 "would be read several times; pass num_workers=0 or 1 to the DataLoader, or give sources with a length and indices"
             )
         loaded, self._loaded = self._loaded, None
-        self._reading = MixtureReader(self, self.epoch, loaded)
-        return self._reading.read(self._limit)
+        self._reader = MixtureReader(self, self.epoch, loaded)
+        return self._reader.read(self._limit)
 
     def state_dict(self) -> State:
         """Return the state from which iteration continues after the most recently yielded sample.
 
         Before the first iteration, this is the loaded state, or else a state with position 0.
         """
-        if self._reading is None:
+        if self._reader is None:
             return self._loaded or {"position": 0}
-        return self._reading.state_dict()
+        return self._reader.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         """Make the next iteration continue from a state that `state_dict` returned, in the epoch of that state.
@@ -473,7 +490,7 @@ class StreamMixture(Mixture, IterableDataset[Any]):
                 "and others never. Give the mixture the sources, weights and seed that it had"
             )
         self._loaded = copy.deepcopy(state) if state["position"] else None
-        self._reading = None
+        self._reader = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reading": None}
@@ -484,22 +501,24 @@ class MixtureReader:
 
     Args:
         mixture: Mixture to read.
-        epoch: Index of the epoch, which an epoch in `loaded` replaces.
-        loaded: State to continue from, or None for the start.
+        epoch: Index of the epoch, which an epoch in `loaded_state` replaces.
+        loaded_state: State to continue from, or None for the start.
     """
 
-    def __init__(self, mixture: StreamMixture, epoch: int, loaded: State | None) -> None:
-        state: Mapping[str, Any] = loaded or {}
-        number = len(mixture.names)
+    def __init__(self, mixture: StreamMixture, epoch: int, loaded_state: State | None) -> None:
+        state: Mapping[str, Any] = loaded_state or {}
+        num_sources = len(mixture.names)
         self._mixture = mixture
         self._epoch = state.get("epoch", epoch)
         self._position: int = state.get("position", 0)
-        self._passes: list[int] = list(state.get("passes", [0] * number))
-        self._taken: list[int] = list(state.get("taken", [0] * number))
-        self._ended: list[tuple[int, int]] = [(start, source) for start, source in state.get("ended", ())]
-        self._states: list[Any] = list(state.get("sources", [None] * number))
-        self._iterators: list[Iterator[Any] | None] = [None] * number
-        self._start = self._ended[-1][0] if self._ended else 0
+        # One entry per source: completed passes, samples taken in the current pass, state of a source with `state_dict`.
+        self._passes: list[int] = list(state.get("passes", [0] * num_sources))
+        self._num_taken: list[int] = list(state.get("taken", [0] * num_sources))
+        self._source_states: list[Any] = list(state.get("sources", [None] * num_sources))
+        self._iterators: list[Iterator[Any] | None] = [None] * num_sources
+        # Pairs of (position at which a source was dropped, source).
+        self._dropped_sources: list[tuple[int, int]] = [(start, source) for start, source in state.get("ended", ())]
+        self._order_start = self._dropped_sources[-1][0] if self._dropped_sources else 0
         self._order = self._build_order()
 
     def _build_order(self) -> QuotaOrder | None:
@@ -507,8 +526,9 @@ class MixtureReader:
 
         Positions in the order are counted from the position at which a source was last dropped.
         """
-        pieces, end = drop_sources(self._mixture.pieces, self._start, {source for _, source in self._ended})
-        return QuotaOrder(pieces, end) if pieces else None
+        dropped_sources = {source for _, source in self._dropped_sources}
+        weight_ranges, end = drop_from_ranges(self._mixture.weight_ranges, self._order_start, dropped_sources)
+        return QuotaOrder(weight_ranges, end) if weight_ranges else None
 
     def read(self, limit: int | None) -> Iterator[Any]:
         """Yield samples until position `limit` is reached or the mixture ends.
@@ -518,28 +538,29 @@ class MixtureReader:
         """
         mixture = self._mixture
         while self._order is not None and (limit is None or self._position < limit):
-            number, offset = divmod(self._position - self._start, self._order.block_size)
-            sources = self._order.read_block(number).sources[offset:]
+            block_number, offset = divmod(self._position - self._order_start, self._order.block_size)
+            sources = self._order.compute_block(block_number).sources[offset:]
             if not sources:  # from here on, no remaining source has a weight
                 return
             for source in sources:
-                found = self._take_sample(source)
-                if not found:
-                    if mixture.ends[source] == "stop":
+                taken = self._take_sample(source)
+                if not taken:
+                    if mixture.end_actions[source] == "stop":
                         return
-                    self._ended.append((self._position, source))
-                    self._start = self._position
+                    self._dropped_sources.append((self._position, source))
+                    self._order_start = self._position
                     self._order = self._build_order()
                     break
+                (sample,) = taken
                 self._position += 1
-                yield attach_source(found[0], source, mixture.adds_source)
+                yield attach_source(sample, source, mixture.adds_source)
                 if self._position == limit:
                     return
 
     def _take_sample(self, source: int) -> list[Any]:
-        """Return the next sample of a source in a list of one item, or an empty list if the source has ended.
+        """Return a list with the next sample of a source, or an empty list if the source has ended.
 
-        A source that repeats never ends. Its next pass begins instead.
+        Any object can be a sample, so no value could mark the end. A source that repeats never ends. Its next pass begins instead.
 
         Raises:
             DataError: If a complete pass over the source yields no sample.
@@ -551,83 +572,94 @@ class MixtureReader:
             iterator = self._iterators[source]
             assert iterator is not None
             for sample in iterator:
-                self._taken[source] += 1
+                self._num_taken[source] += 1
                 return [sample]
-            if not self._taken[source]:
+            if not self._num_taken[source]:
                 raise DataError(f"source {mixture.names[source]!r} gave no sample; leave it out of the mixture")
-            if mixture.ends[source] != "repeat":
+            if mixture.end_actions[source] != "repeat":
                 return []
             self._passes[source] += 1
-            self._taken[source] = 0
-            self._states[source] = None
+            self._num_taken[source] = 0
+            self._source_states[source] = None
             self._iterators[source] = None
 
     def _open_source(self, source: int) -> Iterator[Any]:
         """Return an iterator over the remaining samples of a source's current pass."""
         mixture, dataset = self._mixture, self._mixture.sources[source]
-        number, taken = self._passes[source], self._taken[source]
+        pass_number, num_taken = self._passes[source], self._num_taken[source]
         length = mixture._lengths[source]
         if length is not None:
-            first = number * length
-            indices = mixture._find_indices(source, first + taken, length - taken, self._epoch)
+            first = pass_number * length + num_taken
+            indices = mixture._find_indices(source, first, length - num_taken, self._epoch)
             return (dataset[index] for index in numpy.asarray(indices).tolist())
         if callable(getattr(dataset, "set_epoch", None)):
-            dataset.set_epoch(mix_seed(self._epoch, number) % (1 << 31) if number else self._epoch)
-        state = self._states[source]
+            # Later passes of an epoch need another order, so they get a number that stands for (epoch, pass).
+            dataset.set_epoch(mix_seed(self._epoch, pass_number) % (1 << 31) if pass_number else self._epoch)
+        state = self._source_states[source]
+        num_skipped = num_taken
         if state is not None:
             dataset.load_state_dict(copy.deepcopy(state))
-            taken = 0
+            num_skipped = 0
         iterator: Iterator[Any] = iter(dataset)
-        for _ in range(taken):
+        for _ in range(num_skipped):
             next(iterator, None)
         return iterator
 
     def state_dict(self) -> State:
-        """Return the state from which reading continues after the most recently yielded sample."""
+        """Return the state from which reading continues after the most recently yielded sample.
+
+        The keys are "mixture" (description of the order), "epoch", "position", "ended" (pairs of the position at which a
+        source was dropped, and the source), and one list with an entry per source for each of "passes" (completed
+        passes), "taken" (samples taken in the current pass) and "sources" (states of sources with `state_dict`).
+        """
         return {
             "mixture": self._mixture.describe_order(),
             "epoch": self._epoch,
             "position": self._position,
             "passes": list(self._passes),
-            "taken": list(self._taken),
-            "ended": list(self._ended),
-            "sources": [self._read_state(source) for source in range(len(self._passes))],
+            "taken": list(self._num_taken),
+            "ended": list(self._dropped_sources),
+            "sources": [self._read_source_state(source) for source in range(len(self._passes))],
         }
 
-    def _read_state(self, source: int) -> Any:
+    def _read_source_state(self, source: int) -> Any:
+        """Return the current state of a source that can only be iterated; None if it has no `state_dict`."""
         dataset = self._mixture.sources[source]
         if self._mixture._lengths[source] is not None or not callable(getattr(dataset, "state_dict", None)):
             return None
         if self._iterators[source] is None:
-            return self._states[source]
+            return self._source_states[source]
         return copy.deepcopy(dataset.state_dict())
 
 
-def drop_sources(pieces: list[WeightRange], start: int, dropped: set[int]) -> tuple[list[WeightRange], int | None]:
+def drop_from_ranges(
+    weight_ranges: list[WeightRange], start: int, dropped_sources: set[int]
+) -> tuple[list[WeightRange], int | None]:
     """Return the ranges of constant weights from a position on, with the weight 0 for dropped sources, and their end.
 
     A position is the place of one sample in a mixture's order. Positions in the result are counted from `start`. In
     each range, the weights of the remaining sources are scaled to add up to 1. The order ends before the first range in
     which all of them have the weight 0, so the result can contain no range. The end is None if there is no such range.
-    If `start` is 0 and nothing is dropped, `pieces` is returned unchanged.
+    If `start` is 0 and nothing is dropped, `weight_ranges` is returned unchanged.
 
     Args:
-        pieces: Ranges of positions with constant weights, for all sources.
+        weight_ranges: Ranges of positions with constant weights, for all sources.
         start: Position from which the ranges are needed.
-        dropped: Indices of the dropped sources.
+        dropped_sources: Indices of the dropped sources.
     """
-    if not start and not dropped:
-        return pieces, None
+    if not start and not dropped_sources:
+        return weight_ranges, None
     starts: list[int] = []
-    rows = []
+    weights: list[list[Fraction]] = []
     end: int | None = None
-    for index, piece in enumerate(pieces):
-        if index + 1 < len(pieces) and pieces[index + 1].start <= start:
+    for index, weight_range in enumerate(weight_ranges):
+        is_before_start = index + 1 < len(weight_ranges) and weight_ranges[index + 1].start <= start
+        if is_before_start:
             continue
-        row = share_rates(piece, dropped)
-        if row is None:
-            end = max(0, piece.start - start)
+        range_weights = drop_weights(weight_range, dropped_sources)
+        if range_weights is None:
+            end = max(0, weight_range.start - start)
             break
-        starts.append(max(0, piece.start - start))
-        rows.append(row)
-    return (build_pieces(starts, rows) if rows else []), end
+        starts.append(max(0, weight_range.start - start))
+        weights.append(range_weights)
+    return (build_weight_ranges(starts, weights) if weights else []), end

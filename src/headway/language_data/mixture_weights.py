@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.language_data.quotas import LARGEST_BLOCK, WeightRange, build_pieces
+from headway.language_data.quotas import LARGEST_BLOCK, WeightRange, build_weight_ranges
 
 Weights = Mapping[str, float] | Sequence[float]
 """Weight of each source, by its name or in the order of the sources."""
@@ -31,7 +31,7 @@ def read_weights(
             or if a schedule is given without a positive `samples_per_update`.
     """
     if not _is_schedule(weights):
-        return build_pieces([0], [_read_row(weights, names)])
+        return build_weight_ranges([0], [_read_row(weights, names)])
     by_update: dict[int, Any] = dict(weights)  # type: ignore[arg-type]
     updates = sorted(by_update)
     if updates[0] != 0:
@@ -43,7 +43,7 @@ def read_weights(
             f"weights by update need samples_per_update, the samples of one update over all ranks, and it is {samples_per_update!r}; "
             "pass batch size per rank * ranks * accumulation steps"
         )
-    return build_pieces(
+    return build_weight_ranges(
         [update * samples_per_update for update in updates], [_read_row(by_update[update], names) for update in updates]
     )
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headway.errors import ConfigError, DataError
 from headway.language_data.mixture import Mixture
-from headway.language_data.packing_plan import WINDOW, PackingPlan, SamplePiece, make_packing_plan
+from headway.language_data.packing_plan import DEFAULT_WINDOW, PackingPlan, SamplePiece, make_packing_plan
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -19,14 +19,16 @@ LABELS = "labels"
 POSITIONS = "position_ids"
 MASK = "attention_mask"
 SOURCE = "source"
-IGNORED = -100
-"""Label that losses ignore."""
+IGNORE_INDEX = -100
+"""Label that losses ignore, as in torch's `cross_entropy`."""
 LABEL_NAMES = frozenset({LABELS, "shift_labels", "targets", "target"})
-"""Names of the sample entries that are padded with -100 (`IGNORED`). Context parallelism pads the same entries."""
-_MADE_HERE = frozenset({TOKENS, LABELS, POSITIONS, MASK, SOURCE})
-_ROWS_AT_ONCE = 10_000
+"""Names of the sample entries that are padded with -100 (`IGNORE_INDEX`). Context parallelism pads the same entries."""
+_PACKED_ENTRIES = frozenset({TOKENS, LABELS, POSITIONS, MASK, SOURCE})
+"""Names of the entries of a sequence that packing computes itself. Other entries of samples are concatenated."""
+_ROWS_PER_READ = 10_000
 
 Lengths = Sequence[int] | numpy.ndarray[Any, Any] | torch.Tensor
+"""Number of tokens in each sample."""
 Array = numpy.ndarray[Any, Any]
 
 
@@ -63,7 +65,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         pad_token_id: ID of the token that fills the end of a sequence.
 
     Attributes:
-        plan: Assignment of samples to sequences.
+        plan: Assignment of samples to sequences in the current epoch.
+        dataset: Dataset of the samples.
+        window: Number of consecutive samples that "best_fit" packs together.
         orders_samples: Whether the dataset defines an order of samples, as a `Mixture` does, which a DataLoader with
             `shuffle=True` would lose.
 
@@ -96,7 +100,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.strategy = strategy
         self.long_samples = long_samples
         self.seed = seed
-        starts = [piece.start for piece in getattr(dataset, "pieces", ())]
+        starts = [weight_range.start for weight_range in getattr(dataset, "weight_ranges", ())]
         if seed is not None and len(starts) > 1:
             raise ConfigError(
                 f"seed={seed} shuffles the samples of a {type(dataset).__name__} whose weights change, so the changes would be lost; "
@@ -105,25 +109,30 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.window = choose_window(starts, len(dataset)) if window is None else window
         self.orders_samples = bool(getattr(dataset, "orders_samples", False))
         self.pad_token_id = pad_token_id
-        self._measure: Callable[[], Lengths] | None = None
+        self._measure_epoch: Callable[[], Lengths] | None = None  # None if lengths are equal in all epochs
         if callable(lengths):
-            self._measure = lengths
-        elif lengths is None and getattr(dataset, "orders_samples", False):
-            self._measure = OrderedLengths(dataset)
+            self._measure_epoch = lengths
+        elif lengths is None and self.orders_samples:
+            self._measure_epoch = OrderedLengths(dataset)
         # Persistent workers keep their copy of the dataset, so only shared memory shows them a new epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._planned_epoch = 0
-        first = self._measure or lengths
-        self.plan = self._make_plan(measure_lengths(dataset) if first is None else first)
+        if self._measure_epoch is not None:
+            lengths = self._measure_epoch()
+        elif lengths is None:
+            lengths = measure_lengths(dataset)
+        self.plan = self._make_plan(lengths)
         if self.plan.num_cut_tokens:
             log.info("packing truncates samples: %d tokens are left out", self.plan.num_cut_tokens)
 
-    def _make_plan(self, lengths: Lengths | Callable[[], Lengths]) -> PackingPlan:
-        self._lengths = found = numpy.asarray(lengths() if callable(lengths) else lengths)
-        if len(found) != len(self.dataset):
-            raise ConfigError(f"lengths has {len(found)} entries for {len(self.dataset)} samples; give one for each")
+    def _make_plan(self, lengths: Lengths) -> PackingPlan:
+        self._lengths = numpy.asarray(lengths)
+        if len(self._lengths) != len(self.dataset):
+            raise ConfigError(
+                f"lengths has {len(self._lengths)} entries for {len(self.dataset)} samples; give one for each"
+            )
         return make_packing_plan(
-            found,
+            self._lengths,
             self.sequence_length,
             strategy=self.strategy,
             long_samples=self.long_samples,
@@ -140,16 +149,24 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
         self._epoch.fill_(epoch)
-        is_planned = epoch == self._planned_epoch and isinstance(self._measure, OrderedLengths)
-        if self._measure is not None and not is_planned:
-            self.plan = self._make_plan(self._measure)
+        # A function of the user may return other lengths at each call, even for the same epoch.
+        is_planned = epoch == self._planned_epoch and isinstance(self._measure_epoch, OrderedLengths)
+        if self._measure_epoch is not None and not is_planned:
+            self.plan = self._make_plan(self._measure_epoch())
             self._planned_epoch = epoch
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if self._measure is not None and self._planned_epoch != int(self._epoch):
+        """Return a sequence as a dict of tensors of shape (sequence_length,), and its documents' sources, if any.
+
+        Raises:
+            IndexError: If the index is out of range. Negative indices count from the end.
+            DataError: If a sample does not fit its planned length or is padded, or the samples of the sequence have
+                different entries.
+        """
+        if self._measure_epoch is not None and self._planned_epoch != int(self._epoch):
             self.set_epoch(int(self._epoch))  # a persistent worker learns of the new epoch only here
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
@@ -161,7 +178,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             sources.append(source)
         sequence: dict[str, Any] = {
             name: self._join_documents(name, [document[name] for document in documents])
-            for name in _list_entries(documents)
+            for name in _get_entry_names(documents)
         }
         sizes = [piece.stop - piece.start for piece in pieces]
         sizes.append(self.sequence_length - sum(sizes))
@@ -195,25 +212,29 @@ class PackedDataset(Dataset[dict[str, Any]]):
         _check_unpadded(sample, piece.sample, len(tokens))
         chosen = slice(piece.start, piece.stop)
         entries = {TOKENS: tokens[chosen].astype(numpy.int64)}
-        given = numpy.asarray(sample.get(LABELS, tokens))
-        if given.shape != tokens.shape or given.dtype.kind not in "iub":
+        labels = numpy.asarray(sample.get(LABELS, tokens))
+        if labels.shape != tokens.shape or labels.dtype.kind not in "iub":
             raise DataError(
-                f"sample {piece.sample} has {len(tokens)} tokens, but labels of the shape {given.shape} and the type {given.dtype}; "
+                f"sample {piece.sample} has {len(tokens)} tokens, but labels of the shape {labels.shape} and the type {labels.dtype}; "
                 "give one whole number for each token"
             )
-        labels = given[chosen].astype(numpy.int64)
-        labels[0] = IGNORED
-        entries[LABELS] = labels
-        for name in sample.keys() - _MADE_HERE:
-            values = _as_numbers(sample[name])
+        entries[LABELS] = labels[chosen].astype(numpy.int64)
+        entries[LABELS][0] = IGNORE_INDEX  # otherwise the last token of the previous document would predict this one
+        for name in sample.keys() - _PACKED_ENTRIES:
+            values = _convert_to_numbers(sample[name])
             if values is not None and len(values) == len(tokens):
                 is_label = name in LABEL_NAMES and values.dtype.kind in "iu"
                 entries[name] = values[chosen].astype(numpy.int64) if is_label else values[chosen]
         return entries, sample.get(SOURCE)
 
     def _join_documents(self, name: str, parts: Sequence[Array]) -> torch.Tensor:
-        filler = self.pad_token_id if name == TOKENS else IGNORED if name in LABEL_NAMES else 0
-        joined = numpy.full((self.sequence_length,), filler, dtype=numpy.result_type(*parts))
+        """Concatenate the values of one entry in all documents, and pad them to `sequence_length`."""
+        padding = 0
+        if name == TOKENS:
+            padding = self.pad_token_id
+        elif name in LABEL_NAMES:
+            padding = IGNORE_INDEX
+        joined = numpy.full((self.sequence_length,), padding, dtype=numpy.result_type(*parts))
         numpy.concatenate(parts, out=joined[: sum(map(len, parts))])
         return torch.from_numpy(joined)
 
@@ -229,18 +250,19 @@ class OrderedLengths:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._of_sources: list[Array] | None = None
+        self._source_lengths: list[Array] | None = None
 
     def __call__(self) -> Array:
         """Return the number of tokens in each sample in the current epoch."""
         dataset = self._dataset
         if not isinstance(dataset, Mixture):
             return measure_lengths(dataset)
-        if self._of_sources is None:
-            self._of_sources = [measure_lengths(source) for source in dataset.sources]
-        of_sources = self._of_sources
-        found = map(dataset.find_sample, range(len(dataset)))
-        return numpy.fromiter((of_sources[source][index] for source, index in found), numpy.int64, len(dataset))
+        if self._source_lengths is None:
+            self._source_lengths = [measure_lengths(source) for source in dataset.sources]
+        source_lengths = self._source_lengths
+        locations = map(dataset.find_sample, range(len(dataset)))
+        lengths = (source_lengths[source][index] for source, index in locations)
+        return numpy.fromiter(lengths, numpy.int64, len(dataset))
 
 
 def measure_lengths(dataset: Any) -> Array:
@@ -253,17 +275,17 @@ def measure_lengths(dataset: Any) -> Array:
     """
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and TOKENS in columns and hasattr(dataset, "with_format"):
-        return _measure_table(dataset.select_columns([TOKENS]).with_format("arrow"))
+        return _measure_arrow_table(dataset.select_columns([TOKENS]).with_format("arrow"))
     log.info("packing reads all %d samples once to measure them; pass lengths= to avoid it", len(dataset))
     return numpy.fromiter((_count_tokens(dataset[index], index) for index in range(len(dataset))), numpy.int64)
 
 
-def _measure_table(table: Any) -> Array:
+def _measure_arrow_table(table: Any) -> Array:
     import pyarrow.compute
 
     parts = [
         pyarrow.compute.list_value_length(rows[TOKENS]).to_numpy(zero_copy_only=False)
-        for rows in table.iter(batch_size=_ROWS_AT_ONCE)
+        for rows in table.iter(batch_size=_ROWS_PER_READ)
     ]
     return numpy.concatenate(parts or [numpy.zeros(0)]).astype(numpy.int64)
 
@@ -274,7 +296,12 @@ def _count_tokens(sample: Any, index: int) -> int:
     return len(sample[TOKENS] if isinstance(sample, Mapping) else sample)
 
 
-def _list_entries(documents: Sequence[Mapping[str, Array]]) -> Iterable[str]:
+def _get_entry_names(documents: Sequence[Mapping[str, Array]]) -> Iterable[str]:
+    """Return the names of the documents' entries.
+
+    Raises:
+        DataError: If the documents have different entries.
+    """
     names = documents[0].keys()
     for other in documents[1:]:
         if different := names ^ other.keys():
@@ -297,7 +324,7 @@ def _check_unpadded(sample: Mapping[str, Any], index: int, num_tokens: int) -> N
         )
 
 
-def _as_numbers(value: Any) -> Array | None:
+def _convert_to_numbers(value: Any) -> Array | None:
     """Convert a one-dimensional list, tuple, array or tensor of numbers to an array.
 
     Return None for anything else, and for an empty sequence.
@@ -306,12 +333,12 @@ def _as_numbers(value: Any) -> Array | None:
         return None
     if isinstance(value, list | tuple) and not isinstance(value[0], int | float):
         return None
-    found = numpy.asarray(value)
-    return found if found.ndim == 1 and found.dtype.kind in "biuf" else None
+    numbers = numpy.asarray(value)
+    return numbers if numbers.ndim == 1 and numbers.dtype.kind in "biuf" else None
 
 
 def choose_window(starts: Sequence[int], num_samples: int) -> int:
-    """Return the number of consecutive samples that are packed together: at most `WINDOW`.
+    """Return the number of consecutive samples that are packed together: at most `DEFAULT_WINDOW`.
 
     It is an eighth of the shortest range of constant weights if that is less. Then packing moves samples only a little
     across a change of a mixture's weights.
@@ -322,6 +349,7 @@ def choose_window(starts: Sequence[int], num_samples: int) -> int:
         num_samples: Number of samples in the dataset.
     """
     if len(starts) < 2:
-        return WINDOW
-    shortest = min(numpy.diff([*(start for start in starts if start < num_samples), num_samples]).tolist())
-    return int(min(WINDOW, max(1, shortest // 8)))
+        return DEFAULT_WINDOW
+    bounds = [*(start for start in starts if start < num_samples), num_samples]
+    shortest_range = min(numpy.diff(bounds).tolist())
+    return int(min(DEFAULT_WINDOW, max(1, shortest_range // 8)))

@@ -9,7 +9,8 @@ from headway.errors import ConfigError, DataError
 from headway.language_data.document_attention import find_documents, make_document_mask, make_varlen_arguments
 from headway.language_data.packing import MASK, POSITIONS, SOURCE, TOKENS
 
-FORMS = ("position_ids", "varlen", "mask")
+ATTENTION_FORMS = ("position_ids", "varlen", "mask")
+"""Forms in which document boundaries can be passed to a model (see `PackingCollator`)."""
 NO_SOURCE = -1
 """Source index of padding tokens, which belong to no source."""
 
@@ -32,8 +33,8 @@ class PackingCollator:
     """
 
     def __init__(self, attention: str = "position_ids", is_causal: bool = True, check_model: bool = True) -> None:
-        if attention not in FORMS:
-            raise ConfigError(f"PackingCollator(attention={attention!r}); allowed: {', '.join(FORMS)}")
+        if attention not in ATTENTION_FORMS:
+            raise ConfigError(f"PackingCollator(attention={attention!r}); allowed: {', '.join(ATTENTION_FORMS)}")
         self.attention = attention
         self.is_causal = is_causal
         self.check_model = check_model
@@ -83,7 +84,8 @@ class PackingCollator:
 def make_token_sources(sequences: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
     """Return the source index of each token as a tensor of shape (rows, tokens). Padding has the index -1.
 
-    Return None if any sequence has no sources, or sources that are not integers.
+    Return None if any sequence has no sources, or sources that are not integers. A sequence's `source` entry lists the
+    source of each document.
 
     Args:
         sequences: Sequences of a `PackedDataset`.
@@ -94,6 +96,7 @@ def make_token_sources(sequences: Sequence[Mapping[str, Any]]) -> torch.Tensor |
         if not isinstance(sources, list) or not all(isinstance(source, int) for source in sources):
             return None
         documents = find_documents(torch.as_tensor(sequence[POSITIONS]))
+        # Padding is the document after the last one of the sequence.
         rows.append(torch.tensor([*sources, NO_SOURCE])[documents])
     return torch.stack(rows)
 

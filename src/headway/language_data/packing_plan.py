@@ -19,10 +19,11 @@ from headway.errors import ConfigError, DataError
 
 STRATEGIES = ("best_fit", "in_order", "split")
 LONG_SAMPLES = ("error", "split", "truncate")
-WINDOW = 16384
+DEFAULT_WINDOW = 16384
 """Default number of samples that are packed together. Larger windows save less than 0.2% more padding."""
 
 _Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+"""One-dimensional int64 array."""
 
 
 class SamplePiece(NamedTuple):
@@ -90,7 +91,7 @@ def make_packing_plan(
     strategy: str = "best_fit",
     long_samples: str = "error",
     seed: int | None = None,
-    window: int = WINDOW,
+    window: int = DEFAULT_WINDOW,
 ) -> PackingPlan:
     """Assign samples to sequences. Equal arguments give equal plans on all machines.
 
@@ -105,7 +106,8 @@ def make_packing_plan(
         window: Number of consecutive samples that "best_fit" packs together.
 
     Raises:
-        ConfigError: If an argument is not allowed.
+        ConfigError: If `strategy` or `long_samples` is unknown, or `sequence_length` or `window` is not a positive
+            integer.
         DataError: If `lengths` is not a one-dimensional sequence of integers, a length is negative, all lengths are 0,
             or a sample is too long and `long_samples="error"`.
     """
@@ -119,7 +121,7 @@ def make_packing_plan(
     if not len(order):
         raise DataError(f"none of the {len(sizes)} samples has a token, so there is nothing to pack")
     if strategy == "split":
-        return _join_and_cut(order, sizes[order], sequence_length)
+        return _plan_split(order, sizes[order], sequence_length)
     num_long = int((sizes > sequence_length).sum())
     if num_long and long_samples == "error":
         longest = int(sizes.argmax())
@@ -128,35 +130,42 @@ def make_packing_plan(
             f"{longest} with {sizes[longest]}. Pass long_samples='split' (cut them into pieces) or 'truncate' (drop the rest), or a "
             "larger sequence length"
         )
-    num_cut = 0
+    num_cut_tokens = 0
     if long_samples == "truncate":
-        num_cut = int(numpy.maximum(sizes - sequence_length, 0).sum())
+        num_cut_tokens = int(numpy.maximum(sizes - sequence_length, 0).sum())
         sizes = numpy.minimum(sizes, sequence_length)
-    samples, starts, stops = _cut_long(order, sizes[order], sequence_length)
-    pack = _fill_in_order if strategy == "in_order" else _fill_best
-    arrangement, counts = pack(stops - starts, sequence_length, window)
+    samples, starts, stops = _cut_long_samples(order, sizes[order], sequence_length)
+    if strategy == "in_order":
+        piece_order, num_pieces = _pack_in_order(stops - starts, sequence_length)
+    else:
+        piece_order, num_pieces = _pack_best_fit(stops - starts, sequence_length, window)
     return PackingPlan(
-        sequence_length,
-        samples[arrangement],
-        starts[arrangement],
-        stops[arrangement],
-        numpy.concatenate([[0], numpy.cumsum(counts)]),
-        num_cut,
+        sequence_length=sequence_length,
+        samples=samples[piece_order],
+        starts=starts[piece_order],
+        stops=stops[piece_order],
+        offsets=numpy.concatenate([[0], numpy.cumsum(num_pieces)]),
+        num_cut_tokens=num_cut_tokens,
     )
 
 
 def _check_lengths(lengths: Sequence[int] | _Integers) -> _Integers:
-    given = numpy.asarray(lengths)
-    if given.ndim != 1 or (given.size and not numpy.issubdtype(given.dtype, numpy.integer)):
+    """Return the lengths as an int64 array.
+
+    Raises:
+        DataError: If `lengths` is not a one-dimensional sequence of integers, or if a length is negative.
+    """
+    sizes = numpy.asarray(lengths)
+    if sizes.ndim != 1 or (sizes.size and not numpy.issubdtype(sizes.dtype, numpy.integer)):
         raise DataError(
-            f"lengths has the shape {given.shape} and the type {given.dtype}; give one whole number for each sample"
+            f"lengths has the shape {sizes.shape} and the type {sizes.dtype}; give one whole number for each sample"
         )
-    if given.size and given.min() < 0:
-        raise DataError(f"lengths[{int(given.argmin())}] is {given.min()}; give the number of tokens, 0 or more")
-    return given.astype(numpy.int64)
+    if sizes.size and sizes.min() < 0:
+        raise DataError(f"lengths[{int(sizes.argmin())}] is {sizes.min()}; give the number of tokens, 0 or more")
+    return sizes.astype(numpy.int64)
 
 
-def _join_and_cut(order: _Integers, sizes: _Integers, capacity: int) -> PackingPlan:
+def _plan_split(order: _Integers, sizes: _Integers, capacity: int) -> PackingPlan:
     """Return the plan that concatenates all samples and cuts them every `capacity` tokens.
 
     Args:
@@ -164,20 +173,25 @@ def _join_and_cut(order: _Integers, sizes: _Integers, capacity: int) -> PackingP
         sizes: Number of tokens in each sample of `order`, 1 or more.
         capacity: Number of tokens per sequence.
     """
-    ends = numpy.cumsum(sizes)
-    total = int(ends[-1])
-    cuts = numpy.union1d(ends, numpy.arange(capacity, total, capacity))  # where pieces end in the concatenated samples
-    begins = numpy.concatenate([[0], cuts[:-1]])
-    number = numpy.searchsorted(ends, begins, side="right")
-    before = (ends - sizes)[number]
-    num_sequences = -(-total // capacity)
-    offsets = numpy.searchsorted(begins, numpy.arange(num_sequences) * capacity)
+    # All positions are counted in the concatenated samples. A piece ends where a sample or a sequence ends.
+    sample_ends = numpy.cumsum(sizes)
+    num_tokens = int(sample_ends[-1])
+    piece_ends = numpy.union1d(sample_ends, numpy.arange(capacity, num_tokens, capacity))
+    piece_starts = numpy.concatenate([[0], piece_ends[:-1]])
+    sample_of_piece = numpy.searchsorted(sample_ends, piece_starts, side="right")
+    sample_starts = (sample_ends - sizes)[sample_of_piece]
+    num_sequences = -(-num_tokens // capacity)
+    offsets = numpy.searchsorted(piece_starts, numpy.arange(num_sequences) * capacity)
     return PackingPlan(
-        capacity, order[number], begins - before, cuts - before, numpy.concatenate([offsets, [len(begins)]])
+        sequence_length=capacity,
+        samples=order[sample_of_piece],
+        starts=piece_starts - sample_starts,
+        stops=piece_ends - sample_starts,
+        offsets=numpy.concatenate([offsets, [len(piece_starts)]]),
     )
 
 
-def _cut_long(order: _Integers, sizes: _Integers, capacity: int) -> tuple[_Integers, _Integers, _Integers]:
+def _cut_long_samples(order: _Integers, sizes: _Integers, capacity: int) -> tuple[_Integers, _Integers, _Integers]:
     """Cut samples into pieces of at most `capacity` tokens.
 
     Args:
@@ -189,33 +203,35 @@ def _cut_long(order: _Integers, sizes: _Integers, capacity: int) -> tuple[_Integ
         Three arrays with one entry per piece: index of its sample, and start and stop of its tokens in the sample.
     """
     num_pieces = -(-sizes // capacity)
-    first = numpy.cumsum(num_pieces) - num_pieces
-    starts = (numpy.arange(int(num_pieces.sum())) - numpy.repeat(first, num_pieces)) * capacity
+    first_pieces = numpy.cumsum(num_pieces) - num_pieces  # index of each sample's first piece among all pieces
+    number_in_sample = numpy.arange(int(num_pieces.sum())) - numpy.repeat(first_pieces, num_pieces)
+    starts = number_in_sample * capacity
     stops = numpy.minimum(starts + capacity, numpy.repeat(sizes, num_pieces))
     return numpy.repeat(order, num_pieces), starts, stops
 
 
-def _fill_in_order(sizes: _Integers, capacity: int, window: int) -> tuple[_Integers, list[int]]:
-    """Fill sequences with pieces in the given order, without moving any piece.
+def _pack_in_order(sizes: _Integers, capacity: int) -> tuple[_Integers, list[int]]:
+    """Fill sequences with pieces in their order, without moving any piece.
 
     Args:
         sizes: Number of tokens in each piece, at most `capacity`.
         capacity: Number of tokens per sequence.
-        window: Not used. `_fill_best` has the same arguments.
 
     Returns:
         Indices of the pieces in order, and the number of pieces in each sequence.
     """
     ends = numpy.cumsum(sizes)
-    following: list[int] = numpy.searchsorted(ends, ends - sizes + capacity, side="right").tolist()
-    counts, first = [], 0
+    starts = ends - sizes
+    # For each piece, the index of the first piece that does not fit into a sequence which begins with it.
+    next_first: list[int] = numpy.searchsorted(ends, starts + capacity, side="right").tolist()
+    num_pieces, first = [], 0
     while first < len(sizes):
-        counts.append(following[first] - first)
-        first = following[first]
-    return numpy.arange(len(sizes)), counts
+        num_pieces.append(next_first[first] - first)
+        first = next_first[first]
+    return numpy.arange(len(sizes)), num_pieces
 
 
-def _fill_best(sizes: _Integers, capacity: int, window: int) -> tuple[_Integers, list[int]]:
+def _pack_best_fit(sizes: _Integers, capacity: int, window: int) -> tuple[_Integers, list[int]]:
     """Fill sequences with pieces by best-fit decreasing, separately for each window of `window` pieces.
 
     Args:
@@ -226,91 +242,93 @@ def _fill_best(sizes: _Integers, capacity: int, window: int) -> tuple[_Integers,
     Returns:
         Indices of the pieces in the order of the sequences, and the number of pieces in each sequence.
     """
-    arrangements, counts = [], []
+    piece_orders, num_pieces = [], []
     for begin in range(0, len(sizes), window):
-        part = sizes[begin : begin + window]
-        decreasing = numpy.argsort(-part, kind="stable")
-        bins = place_decreasing(part[decreasing], capacity)
+        window_sizes = sizes[begin : begin + window]
+        decreasing = numpy.argsort(-window_sizes, kind="stable")
+        bins = assign_bins(window_sizes[decreasing], capacity)
         # Bins are numbered by decreasing longest piece. Give them the order in which these pieces come in the data, so
         # that neither long nor short samples come first.
         _, first_of_bin = numpy.unique(bins, return_index=True)
-        rank = numpy.empty(len(first_of_bin), dtype=numpy.int64)
-        rank[numpy.argsort(decreasing[first_of_bin])] = numpy.arange(len(first_of_bin))
-        bin_of_piece = numpy.empty(len(part), dtype=numpy.int64)
-        bin_of_piece[decreasing] = rank[bins]
-        arrangements.append(begin + numpy.argsort(bin_of_piece, kind="stable"))
-        counts += numpy.bincount(bin_of_piece).tolist()
-    return numpy.concatenate(arrangements), counts
+        new_number = numpy.empty(len(first_of_bin), dtype=numpy.int64)
+        new_number[numpy.argsort(decreasing[first_of_bin])] = numpy.arange(len(first_of_bin))
+        bin_of_piece = numpy.empty(len(window_sizes), dtype=numpy.int64)
+        bin_of_piece[decreasing] = new_number[bins]
+        piece_orders.append(begin + numpy.argsort(bin_of_piece, kind="stable"))
+        num_pieces += numpy.bincount(bin_of_piece).tolist()
+    return numpy.concatenate(piece_orders), num_pieces
 
 
-def place_decreasing(sizes: _Integers, capacity: int) -> _Integers:
-    """Assign sizes to bins by best fit, and return the index of each size's bin.
+def assign_bins(sizes: _Integers, capacity: int) -> _Integers:
+    """Assign sizes to bins by best-fit decreasing, and return the index of each size's bin.
 
-    Each size goes into the fullest bin that has room for it.
+    Each size goes into the fullest bin into which it fits.
 
     Args:
         sizes: Sizes in decreasing order, from 1 to `capacity`.
         capacity: Capacity of a bin.
     """
-    placed: list[int] = []
-    bins = _OpenBins()
+    bin_of_size: list[int] = []
+    open_bins = _BinsByFreeCapacity()
     num_bins = 0
+    # Equal sizes are placed together. Each run of equal sizes begins at one bound and ends before the next.
     bounds = numpy.flatnonzero(numpy.diff(sizes, prepend=0, append=0)).tolist()
-    for place, end in pairwise(bounds):
-        size, left = int(sizes[place]), end - place
-        while left:
-            room, chosen = bins.take_fullest(size)
-            if not chosen:
-                room = capacity
-                chosen = range(num_bins, num_bins - (-left // (capacity // size)))
-                num_bins = chosen.stop
-            # Best fit fills one bin before it starts the next, because it prefers the bin with less room.
-            per_bin = room // size
-            num_full = min(len(chosen), left // per_bin)
+    for begin, end in pairwise(bounds):
+        size, num_left = int(sizes[begin]), end - begin
+        while num_left:
+            free, bins = open_bins.pop_fullest(size)
+            if not bins:
+                free = capacity
+                bins = range(num_bins, num_bins - (-num_left // (capacity // size)))
+                num_bins = bins.stop
+            # Best fit fills one bin before it starts the next, because it prefers the bin with less free capacity.
+            per_bin = free // size
+            num_full = min(len(bins), num_left // per_bin)
             if num_full:
-                placed += [number for number in chosen[:num_full] for _ in range(per_bin)]
-                bins.add(room - per_bin * size, chosen[:num_full])
-                left -= num_full * per_bin
-                chosen = chosen[num_full:]
-            if chosen and left:
-                placed += [chosen[0]] * left
-                bins.add(room - left * size, chosen[:1])
-                left, chosen = 0, chosen[1:]
-            if chosen:
-                bins.add(room, chosen)
-    return numpy.array(placed)
+                bin_of_size += [number for number in bins[:num_full] for _ in range(per_bin)]
+                open_bins.add_bins(free - per_bin * size, bins[:num_full])
+                num_left -= num_full * per_bin
+                bins = bins[num_full:]
+            if bins and num_left:  # the last sizes of the run do not fill a bin
+                bin_of_size += [bins[0]] * num_left
+                open_bins.add_bins(free - num_left * size, bins[:1])
+                num_left, bins = 0, bins[1:]
+            if bins:
+                open_bins.add_bins(free, bins)
+    return numpy.array(bin_of_size)
 
 
-class _OpenBins:
+class _BinsByFreeCapacity:
     """Bins that are not full, grouped by their free capacity, for best-fit packing."""
 
     def __init__(self) -> None:
-        self._by_room: dict[int, list[range]] = {}
-        self._field = 0  # bit r is set if a bin has room for r
+        self._bins: dict[int, list[range]] = {}  # by free capacity
+        self._bit_field = 0  # bit n is set if there is a bin with the free capacity n
 
-    def add(self, room: int, bins: range) -> None:
-        """Add bins that all have the given free capacity.
+    def add_bins(self, free: int, bins: range) -> None:
+        """Add bins that all have the same free capacity.
 
         Args:
-            room: Free capacity of each bin. 0: the bins are full and are not added.
+            free: Free capacity of each bin. 0: the bins are full and are not added.
             bins: Indices of the bins.
         """
-        if room:
-            self._by_room.setdefault(room, []).append(bins)
-            self._field |= 1 << room
+        if free:
+            self._bins.setdefault(free, []).append(bins)
+            self._bit_field |= 1 << free
 
-    def take_fullest(self, size: int) -> tuple[int, range]:
+    def pop_fullest(self, size: int) -> tuple[int, range]:
         """Remove and return some of the bins with the smallest free capacity that is at least `size`.
 
         Returns:
-            Pair of (free capacity of the bins, range of their indices); (0, empty range) if no bin has room.
+            Pair of (free capacity of the bins, range of their indices); (0, empty range) if `size` fits into no bin.
         """
-        fitting = self._field >> size
+        fitting = self._bit_field >> size
         if not fitting:
             return 0, range(0)
-        room = size + (fitting & -fitting).bit_length() - 1
-        stack = self._by_room[room]
+        lowest_bit = fitting & -fitting
+        free = size + lowest_bit.bit_length() - 1
+        stack = self._bins[free]
         bins = stack.pop()
         if not stack:
-            self._field ^= 1 << room
-        return room, bins
+            self._bit_field ^= 1 << free
+        return free, bins

@@ -40,7 +40,8 @@ class SourceLosses:
         self._accelerator = accelerator
         self.names = tuple(names)
         self.prefix = prefix
-        self._sums = torch.zeros(2, len(self.names), dtype=torch.float64)
+        # Row 0 holds the sum of each source's losses, row 1 their number.
+        self._sums_and_counts = torch.zeros(2, len(self.names), dtype=torch.float64)
 
     def add(self, losses: torch.Tensor, sources: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Add the losses of a batch to the sums.
@@ -65,9 +66,9 @@ class SourceLosses:
             raise DataError(
                 f"a mask of shape {list(mask.shape)} for losses of shape {list(losses.shape)}; give one value per row or per loss"
             )
-        if self._sums.device != losses.device:
-            self._sums = self._sums.to(losses.device)
-        self._sums += sum_by_source(losses, sources, mask, len(self.names))
+        if self._sums_and_counts.device != losses.device:
+            self._sums_and_counts = self._sums_and_counts.to(losses.device)
+        self._sums_and_counts += sum_by_source(losses, sources, mask, len(self.names))
 
     def compute(self) -> dict[str, float]:
         """Return the mean loss of each source over all ranks since the last call, and reset the sums.
@@ -77,9 +78,9 @@ class SourceLosses:
         Returns:
             Mean losses. The keys are the source names with the prefix.
         """
-        total = self._accelerator.reduce(self._sums, reduction="sum")
-        self._sums = torch.zeros_like(self._sums)
-        sums, counts = total.tolist()
+        totals = self._accelerator.reduce(self._sums_and_counts, reduction="sum")
+        self._sums_and_counts = torch.zeros_like(self._sums_and_counts)
+        sums, counts = totals.tolist()
         return {f"{self.prefix}{name}": loss / count for name, loss, count in zip(self.names, sums, counts) if count}
 
 
@@ -97,13 +98,16 @@ def sum_by_source(
         num_sources: Number of sources.
     """
     sources = _expand_rows(sources.to(losses.device).long(), losses)
-    counted = sources >= 0
+    is_counted = sources >= 0
     if mask is not None:
-        counted = counted & _expand_rows(mask.to(losses.device).bool(), losses)
+        is_counted = is_counted & _expand_rows(mask.to(losses.device).bool(), losses)
     # A loss that is not counted can be NaN, so replace it instead of multiplying it by 0.
-    both = torch.stack([torch.where(counted, losses, 0).double().flatten(), counted.double().flatten()])
-    return both.new_zeros(2, num_sources).index_add_(1, sources.clamp(min=0).flatten(), both)
+    counted_losses = torch.where(is_counted, losses, 0)
+    sums_and_counts = torch.stack([counted_losses.double().flatten(), is_counted.double().flatten()])
+    totals = sums_and_counts.new_zeros(2, num_sources)
+    return totals.index_add_(1, sources.clamp(min=0).flatten(), sums_and_counts)
 
 
 def _expand_rows(values: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+    """Return `values`, which has one value per row or per loss, in the shape of `losses`."""
     return values.reshape(*values.shape, *[1] * (losses.ndim - values.ndim)).expand_as(losses)

@@ -15,7 +15,7 @@ from headway.core.data.compare.fingerprint import hash_fingerprint, take_fingerp
 
 _MAX_DEPTH = 12
 
-_MOMENTARY = (
+_IGNORED_ATTRIBUTES = (
     "_state_dict",
     "features",
     "_features",
@@ -37,17 +37,17 @@ def hash_sources(dataset: Any) -> float:
     if source is None:
         return 0.0
     digest = hashlib.blake2b(digest_size=8)
-    for part in _list_parts(source, 0, set()):
-        digest.update(part.encode(errors="replace") + b"\0")
+    for text in _describe_value(source, 0, set()):
+        digest.update(text.encode(errors="replace") + b"\0")
     return float(int.from_bytes(digest.digest(), "big") >> 12)
 
 
-def _list_parts(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
+def _describe_value(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
     """Yield texts that describe a dataset's source, so that sources can be compared by a hash of the texts.
 
-    Only the file name of a path is included, because directories may differ between machines. Included are strings,
-    numbers, None, random generators, containers of these, and the attributes of objects from the `datasets` library.
-    Other values are ignored, and an object that was already described is not described again.
+    Described are strings, numbers, None, NumPy's random generators, containers of these, and the attributes of objects
+    from the `datasets` library. Other values are ignored, and an object that was already described is not described
+    again. Only the file name of a path is described, because directories may differ between machines.
 
     Args:
         node: Source, or a value inside it.
@@ -64,13 +64,13 @@ def _list_parts(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
         yield repr(node.bit_generator.state)
     elif isinstance(node, list | tuple | Mapping):
         for value in node.items() if isinstance(node, Mapping) else node:
-            yield from _list_parts(value, depth + 1, seen)
+            yield from _describe_value(value, depth + 1, seen)
     elif type(node).__module__.startswith("datasets.") and hasattr(node, "__dict__") and id(node) not in seen:
         seen.add(id(node))
-        yield from _list_members(node, depth, seen)
+        yield from _describe_object(node, depth, seen)
 
 
-def _list_members(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
+def _describe_object(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
     """Yield texts that describe the class and the attributes of an object from the `datasets` library.
 
     A map-style dataset is described by its length, and by its first and last row.
@@ -82,9 +82,10 @@ def _list_members(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
     """
     yield type(node).__name__
     if hasattr(node, "_fingerprint"):  # a map-style dataset, whose rows are cheap to read
+        rows = [node[0], node[len(node) - 1]] if len(node) else []
         yield str(len(node))
-        yield repr(hash_fingerprint(take_fingerprint([node[0], node[len(node) - 1]] if len(node) else [])))
+        yield repr(hash_fingerprint(take_fingerprint(rows)))
         return
     for name, value in vars(node).items():
-        if name not in _MOMENTARY:
-            yield from _list_parts(value, depth + 1, seen)
+        if name not in _IGNORED_ATTRIBUTES:
+            yield from _describe_value(value, depth + 1, seen)

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from headway.errors import ConfigError, DataError
-from headway.language_data.packing_plan import STRATEGIES, PackingPlan, make_packing_plan, place_decreasing
+from headway.language_data.packing_plan import STRATEGIES, PackingPlan, assign_bins, make_packing_plan
 
 
 def draw_lengths(chooser: random.Random, capacity: int) -> list[int]:
@@ -68,7 +68,7 @@ def test_best_fit_equals_the_textbook_algorithm() -> None:
     for _ in range(300):
         capacity = chooser.randint(1, 60)
         sizes = sorted((chooser.randint(1, capacity) for _ in range(chooser.randint(1, 80))), reverse=True)
-        loads = numpy.bincount(place_decreasing(numpy.array(sizes), capacity), weights=sizes)
+        loads = numpy.bincount(assign_bins(numpy.array(sizes), capacity), weights=sizes)
         assert sorted((capacity - loads).tolist()) == place_by_hand(sizes, capacity)
 
 

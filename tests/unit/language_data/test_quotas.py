@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from headway.language_data.quotas import QuotaOrder, build_pieces, limit_pieces
+from headway.language_data.quotas import QuotaOrder, build_weight_ranges, limit_weight_ranges
 
 
 def scale_to_shares(values):
@@ -26,7 +26,7 @@ def sum_shares(starts, rows, position):
 def read_order(order, length):
     sources = []
     while len(sources) < length:
-        block = order.read_block(len(sources) // order.block_size)
+        block = order.compute_block(len(sources) // order.block_size)
         assert block.start == len(sources)
         assert list(block.counts) == [sources.count(source) for source in range(order.num_sources)]
         sources += block.sources
@@ -62,7 +62,7 @@ def test_every_prefix_holds_each_share_within_one_sample(number):
     draw = random.Random(number)
     for _ in range(2):
         row = scale_to_shares(draw_weights(draw, number))
-        sources = read_order(QuotaOrder(build_pieces([0], [row])), 2500 if number < 10 else 1200)
+        sources = read_order(QuotaOrder(build_weight_ranges([0], [row])), 2500 if number < 10 else 1200)
         assert measure_largest_error(sources, [0], [row]) < 1
 
 
@@ -82,8 +82,8 @@ def check_schedule(draw):
         rows.append(scale_to_shares(values))
         starts.append(starts[-1] + draw.randint(1, 1200))
     starts = starts[: len(rows)]
-    pieces = build_pieces(starts, rows)
-    assert measure_largest_error(read_order(QuotaOrder(pieces), 4000), starts, rows) < 1
+    weight_ranges = build_weight_ranges(starts, rows)
+    assert measure_largest_error(read_order(QuotaOrder(weight_ranges), 4000), starts, rows) < 1
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -92,9 +92,9 @@ def test_dropped_sources_give_each_sample_once(seed):
     number = draw.choice([1, 2, 3, 7, 20])
     row = scale_to_shares(draw_weights(draw, number))
     limits = [draw.randint(1, 700) for _ in range(number)]
-    pieces, end = limit_pieces(build_pieces([0], [row]), limits)
+    weight_ranges, end = limit_weight_ranges(build_weight_ranges([0], [row]), limits)
     assert end == sum(limits)
-    sources = read_order(QuotaOrder(pieces, end), end)
+    sources = read_order(QuotaOrder(weight_ranges, end), end)
     assert [sources.count(source) for source in range(number)] == limits
     # Until the first source ends, the given weights hold.
     first = min(int(limit / weight) for limit, weight in zip(limits, row))
@@ -103,9 +103,9 @@ def test_dropped_sources_give_each_sample_once(seed):
 
 
 def test_source_without_a_limit_replaces_one_that_ends():
-    pieces, end = limit_pieces(build_pieces([0], [scale_to_shares([0.5, 0.5])]), [10, None])
+    weight_ranges, end = limit_weight_ranges(build_weight_ranges([0], [scale_to_shares([0.5, 0.5])]), [10, None])
     assert end is None
-    sources = read_order(QuotaOrder(pieces), 100)
+    sources = read_order(QuotaOrder(weight_ranges), 100)
     assert (sources.count(0), sources.count(1)) == (10, 90)
     assert set(sources[21:]) == {1}
 
@@ -113,15 +113,15 @@ def test_source_without_a_limit_replaces_one_that_ends():
 @pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [0.123456, 0.654321, 0.3], [0.002, 0.4, 0.598]])
 def test_distant_position_equals_that_of_an_order_read_from_the_start(weights):
     row = scale_to_shares(weights)
-    whole = read_order(QuotaOrder(build_pieces([0], [row])), 20_000)
-    fresh = QuotaOrder(build_pieces([0], [row]))
+    whole = read_order(QuotaOrder(build_weight_ranges([0], [row])), 20_000)
+    fresh = QuotaOrder(build_weight_ranges([0], [row]))
     for position in (19_000, 7, 12_345):
-        block = fresh.read_block(position // fresh.block_size)
+        block = fresh.compute_block(position // fresh.block_size)
         assert block.sources[position - block.start] == whole[position]
-        assert fresh.count(position) == [whole[:position].count(source) for source in range(3)]
+        assert fresh.count_samples(position) == [whole[:position].count(source) for source in range(3)]
         number = whole[:position].count(1)
-        assert fresh.find_occurrence(1, number) == next(at for at in range(position, 20_000) if whole[at] == 1)
-    far = fresh.read_block(10**9 // fresh.block_size)
+        assert fresh.find_sample_position(1, number) == next(at for at in range(position, 20_000) if whole[at] == 1)
+    far = fresh.compute_block(10**9 // fresh.block_size)
     shares = sum_shares([0], [row], far.start)
     assert sum(far.counts) == far.start
     assert max(abs(count - share) for count, share in zip(far.counts, shares)) < 1

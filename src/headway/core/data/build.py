@@ -62,22 +62,23 @@ def prepare_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     check_loader(loader, shard, config, is_shared=everyone is not None and everyone.world_size > 1)
-    # Batches of workers were pinned by torch's pinning thread. Without workers, the transfer or the user's loader pins.
-    transfer = make_transfer(device, config.non_blocking, are_pinned_fresh=loader.pin_memory or loader.num_workers > 0)
+    # With workers, torch's pinning thread copies each batch to pinned memory, and so does the user's loader if it pins.
+    pins_copies = loader.pin_memory or loader.num_workers > 0
+    transfer = make_transfer(device, config.non_blocking, are_pinned_tensors_copies=pins_copies)
     rules = rules or LoadingRules()
-    recipe = FeedBuilder(
+    builder = FeedBuilder(
         loader=loader,
         shard=shard,
         config=config,
-        collectives=collectives if shard.count > 1 else None,
-        seed=seed,
-        is_synchronized="generator" in (rng_types or ()),
-        stream=stream or LoaderGenerator(),
-        everyone=everyone,
         rules=rules,
-        is_placed=device is not None,
+        collectives=collectives if shard.count > 1 else None,
+        everyone=everyone,
+        seed=seed,
+        stream=stream or LoaderGenerator(),
+        is_synchronized="generator" in (rng_types or ()),
+        is_moved_to_device=device is not None,
     )
-    feed = recipe.build_feed()
+    feed = builder.build_feed()
     if transfer is not None and transfer.is_faster_when_pinned and loader.num_workers:
         feed.inner_loader.pin_memory = True
     prepared = rules.wrap_loader(
@@ -104,8 +105,9 @@ def _find_epoch_listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]
     """
     samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
     candidates = *samplers, loader.dataset, feed.inner_loader.dataset
-    found = {id(candidate): candidate for candidate in candidates if callable(getattr(candidate, "set_epoch", None))}
-    return list(found.values())
+    # One object can occur several times. Call its method only once.
+    listeners = {id(each): each for each in candidates if callable(getattr(each, "set_epoch", None))}
+    return list(listeners.values())
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:

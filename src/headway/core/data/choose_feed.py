@@ -41,25 +41,27 @@ class FeedBuilder:
         loader: User's loader.
         shard: Data shard of this process.
         config: Loader configuration of the run.
-        collectives: Collectives of the ranks among which the data is split; None if this process reads alone.
-        seed: Seed of the sample order, equal on all ranks.
-        is_synchronized: Whether random generators in samplers start each epoch with rank 0's state.
-        stream: Random number stream from which the run's loaders draw.
-        everyone: Collectives of all ranks; None or a single rank to use `collectives` instead.
         rules: Rules for ordering, reading and splitting the data.
-        is_placed: Whether batches are moved to a device.
+        collectives: Collectives of the ranks among which the data is split, in shard order; None if this process reads
+            alone.
+        everyone: Collectives of all ranks, of which several may read one shard. None or a single rank: `collectives` is
+            used instead.
+        seed: Seed of the sample order, equal on all ranks.
+        stream: Random number stream from which the run's loaders draw.
+        is_synchronized: Whether random generators in samplers start each epoch with rank 0's state.
+        is_moved_to_device: Whether batches are moved to a device.
     """
 
     loader: DataLoader[Any]
     shard: ShardIndex
     config: DataLoaderConfiguration
-    collectives: Collectives | None
-    seed: int
-    is_synchronized: bool
-    stream: LoaderGenerator
-    everyone: Collectives | None
     rules: LoadingRules
-    is_placed: bool
+    collectives: Collectives | None
+    everyone: Collectives | None
+    seed: int
+    stream: LoaderGenerator
+    is_synchronized: bool
+    is_moved_to_device: bool
 
     def __post_init__(self) -> None:
         if self.everyone is None or self.everyone.world_size == 1:
@@ -68,10 +70,11 @@ class FeedBuilder:
         self.base_seed = BaseSeed(self.loader, self.has_seeded_order, self.stream)
         self.is_batched = self.loader.batch_sampler is not None
         self.even_batches = self.config.even_batches and self.shard.count > 1
-        is_dispatched = self.rules.should_dispatch(self.config, _is_stream(self.loader), self.is_placed)
+        is_dispatched = self.rules.should_dispatch(self.config, _is_stream(self.loader), self.is_moved_to_device)
         self.is_dispatched = is_dispatched and self.everyone is not None
         # If several ranks read one shard, workers' RNG states are functions of a seed that is equal on all ranks.
         self.is_shared = self.everyone is not self.collectives and not self.is_dispatched
+        # Indices of the shards whose batches this process reads.
         self.ranks: Sequence[int] = range(self.shard.count) if self.is_dispatched else (self.shard.index,)
 
     def build_feed(self) -> BatchFeed:
@@ -93,15 +96,14 @@ class FeedBuilder:
         """
         loader_class = choose_loader_class(self.loader, self.config)
         if self.is_dispatched and self.everyone is not None:
-            inner_loader = (
-                self._build_stream_feed(loader_class) if _is_stream(self.loader) else self._build_mapped_feed()
-            )
-            length = self.everyone.broadcast_object(get_length(inner_loader))
-            return DispatchFeed(inner_loader, self.everyone, self.shard, self.is_batched, length)
+            feed: BatchFeed
+            feed = self._build_stream_feed(loader_class) if _is_stream(self.loader) else self._build_mapped_feed()
+            num_batches = self.everyone.broadcast_object(get_length(feed))
+            return DispatchFeed(feed, self.everyone, self.shard, self.is_batched, num_batches)
         if not _is_stream(self.loader):
-            feed = self._build_mapped_feed()
-            self._check_lengths(feed)
-            return feed
+            mapped_feed = self._build_mapped_feed()
+            self._check_lengths(mapped_feed)
+            return mapped_feed
         if self.collectives is not None and is_shardable(self.loader.dataset, self.shard.count):
             return self._build_sharded_feed(loader_class, self.collectives)
         return self._build_stream_feed(loader_class)
@@ -110,21 +112,23 @@ class FeedBuilder:
         batch_sampler = self.loader.batch_sampler
         split: SampleSplit | BatchSplit
         if not self.is_batched:
-            order, split = (
-                self._build_order(self.loader.sampler),
-                SampleSplit(1, self.shard.count, False, self.even_batches),
-            )
+            order = self._build_order(self.loader.sampler)
+            split = SampleSplit(1, self.shard.count, False, self.even_batches)
         elif type(batch_sampler) is BatchSampler:
-            size = self._count_samples_per_rank(batch_sampler.batch_size)
             order = self._build_order(batch_sampler.sampler)
-            split = self._make_split(size, batch_sampler.drop_last)
+            samples_per_rank = self._count_samples_per_rank(batch_sampler.batch_size)
+            split = self._make_split(samples_per_rank, batch_sampler.drop_last)
         else:
-            full = batch_sampler.batch_size if isinstance(batch_sampler, BatchSampler) else None
-            drops_last = getattr(batch_sampler, "drop_last", False) is True
             order = self._build_order(batch_sampler)
-            split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.even_batches, full)
+            split = BatchSplit(
+                num_ranks=self.shard.count,
+                splits_batches=self.config.split_batches,
+                drop_last=getattr(batch_sampler, "drop_last", False) is True,
+                even_batches=self.even_batches,
+                batch_size=batch_sampler.batch_size if isinstance(batch_sampler, BatchSampler) else None,
+            )
+        # Other orders are equal on all ranks by construction.
         is_compared = isinstance(order, SamplerOrder) and self.everyone is not None and not self.is_dispatched
-        compare = self._compare_order if is_compared else None
         return MappedFeed(
             loader=self.loader,
             order=order,
@@ -137,7 +141,7 @@ class FeedBuilder:
             is_shared=self.is_shared,
             reads_ahead=self.rules.reads_ahead,
             keeps_torch_worker_seeds=self.rules.keeps_torch_worker_seeds,
-            compare_order=compare,
+            compare_order=self._compare_order if is_compared else None,
         )
 
     def _compare_order(self, first_items: list[Any]) -> None:
@@ -150,18 +154,24 @@ class FeedBuilder:
             first_items: First indices (or first batches of indices) that this rank's sampler yielded in this pass.
         """
         assert self.everyone is not None
-        own = take_fingerprint([first_items])
-        if len({row[0] for row in self.everyone.gather_numbers([hash_fingerprint(own)])}) == 1:
+        own_fingerprint = take_fingerprint([first_items])
+        if self._is_equal_on_all_ranks(hash_fingerprint(own_fingerprint)):
             return
-        ranks = self.everyone.gather_objects(own)
-        _, paths = compare_fingerprints(ranks)
+        fingerprints = self.everyone.gather_objects(own_fingerprint)
+        _, paths = compare_fingerprints(fingerprints)
+        difference = describe_difference(fingerprints, paths[0])
         sampler = self.loader.sampler if type(self.loader.batch_sampler) is BatchSampler else self.loader.batch_sampler
         self._raise_or_warn(
-            f"the ranks' samplers ({type(sampler).__name__}) begin with different indices: {describe_difference(ranks, paths[0])}. "
+            f"the ranks' samplers ({type(sampler).__name__}) begin with different indices: {difference}. "
             "A prepared loader gives each rank its share of the sampler's order, so the order must be the same on all ranks. Leave "
             "out the split by rank, and draw from the global generators, from a torch.Generator that is an attribute of the sampler, "
             "or by one seed for all ranks. To let the sampler pick each rank's own samples, do not prepare() its loader"
         )
+
+    def _is_equal_on_all_ranks(self, number: float) -> bool:
+        """Whether all ranks pass the same number. All ranks must call this method."""
+        assert self.everyone is not None
+        return len({row[0] for row in self.everyone.gather_numbers([number])}) == 1
 
     def _raise_or_warn(self, message: str) -> None:
         """Raise `DataError`, or warn once if the loading rules allow different data on different ranks.
@@ -179,7 +189,7 @@ class FeedBuilder:
 
     @property
     def _broadcast(self) -> Broadcast | None:
-        # If one process draws for all, no agreement is needed.
+        """Function that returns rank 0's value on every rank; None if one process draws the order for all ranks."""
         return None if self.is_dispatched or self.everyone is None else self.everyone.broadcast_object
 
     def _check_lengths(self, feed: MappedFeed) -> None:
@@ -197,7 +207,6 @@ class FeedBuilder:
         split = self._make_split(self._count_samples_per_rank(self.loader.batch_size), self.loader.drop_last)
         broadcast = self._broadcast if self.is_synchronized else None
         worker_reads_one_rank = split.spreads_last_step and split.num_ranks > 1 and self.loader.num_workers > 1
-        steps = self._build_comparison()
         handover = DatasetHandover(self.stream, self._broadcast) if self.rules.compares_iterable_datasets else None
         return StreamFeed(
             loader=self.loader,
@@ -209,7 +218,7 @@ class FeedBuilder:
             broadcast=broadcast,
             is_shared=self.is_shared,
             worker_reads_one_rank=worker_reads_one_rank,
-            compare_steps=steps,
+            compare_steps=self._build_comparison(),
             handover=handover,
         )
 
@@ -223,22 +232,27 @@ class FeedBuilder:
         return StepComparison(self.everyone, type(self.loader.dataset).__name__)
 
     def _build_sharded_feed(self, loader_class: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
+        """Return the feed for an iterable dataset of which each rank reads its own shards. All ranks must call this.
+
+        Raises:
+            DataError: If the ranks' shards do not fit together, unless the loading rules allow different data.
+        """
         self._check_sources()
         index, count = self.shard.index, self.shard.count
         dataset = self.loader.dataset.shard(num_shards=count, index=index)  # type: ignore[attr-defined]
-        size = self._count_samples_per_rank(self.loader.batch_size)
+        samples_per_rank = self._count_samples_per_rank(self.loader.batch_size)
         shards = OwnShards(
             dataset=dataset,
             index=index,
             count=count,
             mark_last=RowCountExchange(collectives, self.loader.drop_last),
-            full_read_split=self._make_split(size, self.loader.drop_last),
+            full_read_split=self._make_split(samples_per_rank, self.loader.drop_last),
             compare_full_reads=self._build_comparison(),
         )
-        split = SampleSplit(size, 1, self.loader.drop_last, self.even_batches)
+        # To this rank, its own shards are a complete dataset, which is not split any further.
         return StreamFeed(
             loader=self.loader,
-            split=split,
+            split=SampleSplit(samples_per_rank, 1, self.loader.drop_last, self.even_batches),
             ranks=(0,),
             seed=self.seed,
             base_seed=self.base_seed,
@@ -251,9 +265,8 @@ class FeedBuilder:
 
         If the loading rules allow different data on different ranks, warn once instead.
         """
-        assert self.everyone is not None
-        hash_sources = extensions.load("feature", "read_by_shards")
-        if len({row[0] for row in self.everyone.gather_numbers([hash_sources(self.loader.dataset)])}) == 1:
+        hash_sources = extensions.load("feature", "hash_stream_sources")
+        if self._is_equal_on_all_ranks(hash_sources(self.loader.dataset)):
             return
         message = (
             "the ranks' iterable datasets read different shards, or shuffle them differently, and each rank would take its shards of "
@@ -262,9 +275,9 @@ class FeedBuilder:
         )
         self._raise_or_warn(message)
 
-    def _make_split(self, size: int, drop_last: bool) -> SampleSplit:
+    def _make_split(self, samples_per_rank: int, drop_last: bool) -> SampleSplit:
         spreads_last_step = self.is_batched and self.rules.should_spread_last_step(self.is_dispatched)
-        return SampleSplit(size, self.shard.count, drop_last, self.even_batches, spreads_last_step)
+        return SampleSplit(samples_per_rank, self.shard.count, drop_last, self.even_batches, spreads_last_step)
 
     def _count_samples_per_rank(self, batch_size: int | None) -> int:
         """Return the number of samples that one rank gets per step. It is 1 if the loader does not batch.

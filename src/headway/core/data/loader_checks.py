@@ -35,6 +35,7 @@ def check_loader(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderC
             f"{loader_class.__name__} overrides DataLoader.__iter__, which Headway replaces to divide the data among ranks; "
             "move its code into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
         )
+    # A custom batch sampler has its own sampler, and `loader.sampler` is then a placeholder.
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise DataError(
@@ -52,10 +53,11 @@ def check_loader(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderC
     if shard.count > 1 or is_shared:
         _check_unsplit(loader.dataset)
     if shard.count > 1 and config.split_batches:
-        _check_split(loader, shard.count)
+        _check_divisible(loader, shard.count)
 
 
 def _check_unsplit(dataset: Any) -> None:
+    """Raise `DataError` if a dataset contains only one rank's samples, or splits itself by rank."""
     # split_dataset_by_node sets this attribute; torch's data pipes shard themselves by the process group.
     if getattr(dataset, "_distributed", None) is not None:
         raise DataError(
@@ -69,17 +71,18 @@ def _check_unsplit(dataset: Any) -> None:
         )
 
 
-def _check_split(loader: DataLoader[Any], count: int) -> None:
+def _check_divisible(loader: DataLoader[Any], num_shards: int) -> None:
+    """Raise `DataError` if a loader's batches cannot be split into `num_shards` equal parts."""
     if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(
             "split_batches=True with batch_size=None: the DataLoader makes no batches to split; give it a batch_size, or leave "
-            f"split_batches out (each rank then takes every {count}. item)"
+            f"split_batches out (each rank then takes every {num_shards}. item)"
         )
     batch_sampler = loader.batch_sampler
     size = getattr(batch_sampler, "batch_size", None) if isinstance(batch_sampler, BatchSampler) else loader.batch_size
-    if isinstance(size, int) and size % count:
+    if isinstance(size, int) and size % num_shards:
         raise DataError(
-            f"split_batches=True shares each batch of {size} samples among {count} processes, but the size is not divisible by "
-            f"this number. Use a batch_size that is a multiple of {count} (such as {-(-size // count) * count}), or "
+            f"split_batches=True shares each batch of {size} samples among {num_shards} processes, but the size is not divisible by "
+            f"this number. Use a batch_size that is a multiple of {num_shards} (such as {-(-size // num_shards) * num_shards}), or "
             "split_batches=False with the batch size of one process"
         )

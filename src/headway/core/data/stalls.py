@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-_LISTS = ("datasets", "sources")
+_DATASET_LISTS = ("datasets", "sources")
 """Names of attributes in which wrappers such as `ConcatDataset` and `Mixture` hold several datasets."""
 
 
@@ -20,9 +20,10 @@ def find_stall_limit(dataset: Any) -> float:
     limit = getattr(dataset, "stall_limit", None)
     if isinstance(limit, int | float):
         return float(limit)
-    inner = [getattr(dataset, "dataset", None)]
-    for name in _LISTS:
-        several = getattr(dataset, name, None)
-        inner += list(several) if isinstance(several, list | tuple) else []
-    found = (find_stall_limit(each) for each in inner if isinstance(each, Dataset) and each is not dataset)
-    return max(found, default=0.0)
+    wrapped = [getattr(dataset, "dataset", None)]
+    for name in _DATASET_LISTS:
+        datasets = getattr(dataset, name, None)
+        if isinstance(datasets, list | tuple):
+            wrapped += datasets
+    limits = (find_stall_limit(each) for each in wrapped if isinstance(each, Dataset) and each is not dataset)
+    return max(limits, default=0.0)

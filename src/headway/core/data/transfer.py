@@ -43,9 +43,9 @@ class SideStreamTransfer:
 
     Args:
         device: Target device.
-        are_pinned_fresh: Whether tensors that arrive in pinned memory were created for this batch. Otherwise they may
-            be buffers of the dataset that the next batch overwrites, so the host waits for their copies (but not for
-            the queued computation).
+        are_pinned_tensors_copies: Whether tensors that arrive in pinned memory were created for this batch. Otherwise
+            they may be buffers of the dataset that the next batch overwrites, so the host waits for their copies (but
+            not for the queued computation).
 
     Attributes:
         is_faster_when_pinned: Whether batches in pinned memory are moved faster. Always True.
@@ -53,68 +53,73 @@ class SideStreamTransfer:
 
     is_faster_when_pinned = True
 
-    def __init__(self, device: torch.device, are_pinned_fresh: bool) -> None:
+    def __init__(self, device: torch.device, are_pinned_tensors_copies: bool) -> None:
         self._device = device
-        self._are_pinned_fresh = are_pinned_fresh
+        self._are_pinned_tensors_copies = are_pinned_tensors_copies
         self._stream = torch.Stream(device=device)
 
     def __reduce__(self) -> tuple[type["SideStreamTransfer"], tuple[torch.device, bool]]:
         # A stream cannot be pickled to another process.
-        return SideStreamTransfer, (self._device, self._are_pinned_fresh)
+        return SideStreamTransfer, (self._device, self._are_pinned_tensors_copies)
 
     def __call__(self, batch: Tree) -> Tree:
         """Return the batch on the device, ready for the next operation on the current stream."""
-        moved: list[torch.Tensor] = []
-        has_foreign = has_rest = False
+        copies: list[torch.Tensor] = []
+        may_reuse_source = has_other_movable = False
 
         def copy_leaf(leaf: Any) -> Any:
-            nonlocal has_foreign, has_rest
-            if not _is_plain(leaf):
-                has_rest |= isinstance(leaf, torch.Tensor) or can_move_itself(leaf)
+            nonlocal may_reuse_source, has_other_movable
+            if not _is_plain_cpu_tensor(leaf):
+                has_other_movable |= isinstance(leaf, torch.Tensor) or can_move_itself(leaf)
                 return leaf
             is_pinned = leaf.is_pinned()
-            has_foreign |= is_pinned and not self._are_pinned_fresh
-            moved.append((leaf if is_pinned else leaf.pin_memory()).to(self._device, non_blocking=True))
-            return moved[-1]
+            may_reuse_source |= is_pinned and not self._are_pinned_tensors_copies
+            pinned = leaf if is_pinned else leaf.pin_memory()
+            copies.append(pinned.to(self._device, non_blocking=True))
+            return copies[-1]
 
         with self._stream:
             batch = map_leaves(copy_leaf, batch, can_move_itself)
-        if moved:
-            current = torch.accelerator.current_stream(self._device)
-            current.wait_stream(self._stream)
-            for tensor in moved:
+        if copies:
+            current_stream = torch.accelerator.current_stream(self._device)
+            current_stream.wait_stream(self._stream)
+            for tensor in copies:
                 # The memory was allocated on the side stream, which may reuse it only after the current stream has
                 # finished with it.
-                tensor.record_stream(current)
-        if has_foreign:
+                tensor.record_stream(current_stream)
+        if may_reuse_source:
             self._wait_for_copies()
-        return map_leaves(self._move_rest, batch, can_move_itself) if has_rest else batch
+        return map_leaves(self._move_other_leaf, batch, can_move_itself) if has_other_movable else batch
 
     def _wait_for_copies(self) -> None:
-        done = torch.Event(device=self._device)
-        done.record(self._stream)
-        if not done.query():
-            done.synchronize()
+        """Block the host until the copies on the side stream are complete."""
+        copies_done = torch.Event(device=self._device)
+        copies_done.record(self._stream)
+        if not copies_done.query():
+            copies_done.synchronize()
 
-    def _move_rest(self, leaf: Any) -> Any:
+    def _move_other_leaf(self, leaf: Any) -> Any:
+        """Move a leaf that is not a plain CPU tensor to the device, on the current stream."""
         if isinstance(leaf, torch.Tensor):
             return leaf.to(self._device)  # sparse, nested or a subclass; most are on the device already
         if not can_move_itself(leaf):
             return leaf
-        pin = getattr(leaf, "pin_memory", None)
-        return move_object(pin() if callable(pin) else leaf, self._device, non_blocking=callable(pin))
+        pin_memory = getattr(leaf, "pin_memory", None)
+        if not callable(pin_memory):
+            return move_object(leaf, self._device, non_blocking=False)
+        return move_object(pin_memory(), self._device, non_blocking=True)
 
 
 DeviceTransfer = BlockingTransfer | SideStreamTransfer
 """Callable that moves a batch to a device. It may return the batch while the copy is still running."""
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_plain_cpu_tensor(leaf: Any) -> bool:
     return type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.layout is torch.strided
 
 
 def make_transfer(
-    device: torch.device | None, non_blocking: bool | None, are_pinned_fresh: bool = False
+    device: torch.device | None, non_blocking: bool | None, are_pinned_tensors_copies: bool = False
 ) -> DeviceTransfer | None:
     """Return the callable that moves batches to a device, or None if nothing has to be moved.
 
@@ -124,14 +129,14 @@ def make_transfer(
         device: Target device; None or the CPU to leave batches where they are.
         non_blocking: None or True to copy without blocking the host, if the device supports it. False to block for each
             copy.
-        are_pinned_fresh: Whether tensors that arrive in pinned memory were created for this batch, so that the host
-            need not wait for their copies. Default: False.
+        are_pinned_tensors_copies: Whether tensors that arrive in pinned memory were created for this batch, so that the
+            host need not wait for their copies. Default: False.
     """
     if device is None or device.type == "cpu":
         return None
     if non_blocking is not False:
         try:
-            transfer = SideStreamTransfer(device, are_pinned_fresh)
+            transfer = SideStreamTransfer(device, are_pinned_tensors_copies)
             transfer(torch.ones(1))
             return transfer
         except (RuntimeError, AttributeError, TypeError):

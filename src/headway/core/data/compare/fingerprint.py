@@ -26,7 +26,21 @@ _MAX_DEPTH = 6
 _MAX_VALUES = 16
 _MAX_TEXT = 4096
 _TOLERANCE = 1e-2
-_Leaf = tuple[str, tuple[bool, Any]]
+
+
+class SampleLeaf(NamedTuple):
+    """One leaf of a sample tree, such as the label.
+
+    Attributes:
+        path: Path of the leaf in the sample, such as "[0].shape".
+        is_exact: Whether the value must be equal on all ranks. Otherwise it is a tuple of numbers, which are compared
+            with a tolerance.
+        value: Value of the leaf in a form that can be hashed and exchanged.
+    """
+
+    path: str
+    is_exact: bool
+    value: Any
 
 
 class SampleColumn(NamedTuple):
@@ -72,23 +86,27 @@ def take_fingerprint(samples: Sequence[Any]) -> Fingerprint:
 
     It describes at most 64 leaves of each sample. A leaf is a single value in the sample, such as a tensor or a text.
     """
-    described = [dict(islice(_describe_leaves(sample, "", 0), _MAX_LEAVES)) for sample in samples]
-    found: Fingerprint = {}
-    for path in dict.fromkeys(path for each in described for path in each):
-        leaves = [each.get(path) for each in described]
-        is_exact = all(leaf is None or leaf[0] for leaf in leaves)
-        found[path] = SampleColumn(is_exact, tuple(None if leaf is None else leaf[1] for leaf in leaves))
-    return found
+    leaves_by_sample = [
+        {leaf.path: leaf for leaf in islice(_describe_leaves(sample, "", 0), _MAX_LEAVES)} for sample in samples
+    ]
+    fingerprint: Fingerprint = {}
+    for path in dict.fromkeys(path for leaves in leaves_by_sample for path in leaves):
+        column = [leaves.get(path) for leaves in leaves_by_sample]
+        is_exact = all(leaf is None or leaf.is_exact for leaf in column)
+        fingerprint[path] = SampleColumn(is_exact, tuple(None if leaf is None else leaf.value for leaf in column))
+    return fingerprint
 
 
-def hash_fingerprint(fingerprint: Fingerprint, ignored: frozenset[str] = frozenset()) -> float:
+def hash_fingerprint(fingerprint: Fingerprint, ignored_paths: frozenset[str] = frozenset()) -> float:
     """Return a 52-bit hash of a fingerprint, as a float that ranks can exchange without rounding.
+
+    Floats and pixels are hashed exactly, so unequal hashes do not prove that ranks read different samples.
 
     Args:
         fingerprint: Fingerprint of some samples.
-        ignored: Paths of leaves to exclude from the hash. Default: frozenset().
+        ignored_paths: Paths of leaves to exclude from the hash. Default: frozenset(), no leaf.
     """
-    text = repr([(path, column.values) for path, column in fingerprint.items() if path not in ignored])
+    text = repr([(path, column.values) for path, column in fingerprint.items() if path not in ignored_paths])
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
 
 
@@ -104,15 +122,17 @@ def compare_fingerprints(fingerprints: Sequence[Fingerprint]) -> tuple[Fingerpri
     first = fingerprints[0]
     paths = dict.fromkeys(path for each in fingerprints for path in each)
     differing = [
-        path for path in paths if any(not _have_like_values(first.get(path), each.get(path)) for each in fingerprints)
+        path for path in paths if any(not _have_equal_values(first.get(path), each.get(path)) for each in fingerprints)
     ]
     if not differing:
         return FingerprintComparison.SAME, []
-    is_order_known = any(len(set(first[path].values)) > 1 for path in first if path not in differing)
-    are_exact = any(path not in each or each[path].is_exact for path in differing for each in fingerprints)
-    if not is_order_known:
+    # A leaf that varies between samples and agrees on all ranks proves that the ranks read them in the same order.
+    has_same_order = any(len(set(first[path].values)) > 1 for path in first if path not in differing)
+    if not has_same_order:
         return FingerprintComparison.DIFFERENT, differing
-    return (FingerprintComparison.UNCLEAR if are_exact else FingerprintComparison.SAME), differing
+    if any(path not in each or each[path].is_exact for path in differing for each in fingerprints):
+        return FingerprintComparison.UNCLEAR, differing
+    return FingerprintComparison.SAME, differing
 
 
 def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
@@ -124,7 +144,9 @@ def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
     """
     first = fingerprints[0].get(path)
     rank, other = next(
-        (r, each.get(path)) for r, each in enumerate(fingerprints) if not _have_like_values(first, each.get(path))
+        (index, each.get(path))
+        for index, each in enumerate(fingerprints)
+        if not _have_equal_values(first, each.get(path))
     )
     return f"{path or 'the sample'} is {_describe_column(first)} on rank 0 and {_describe_column(other)} on rank {rank}"
 
@@ -132,15 +154,19 @@ def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
 def _describe_column(column: SampleColumn | None) -> str:
     if column is None:
         return "missing"
-    shown = column.values[:4]
-    values = [
-        f"{value[0]:.4g}" if isinstance(value, tuple) and value and isinstance(value[0], float) else str(value)[:40]
-        for value in shown
-    ]
-    return ", ".join(values) + (", ..." if len(column.values) > 4 else "")
+    texts = [_describe_value(value) for value in column.values[:4]]
+    return ", ".join(texts) + (", ..." if len(column.values) > 4 else "")
 
 
-def _have_like_values(one: SampleColumn | None, other: SampleColumn | None) -> bool:
+def _describe_value(value: Any) -> str:
+    """Return a short text for a leaf's value. Of several floats, only the first is shown."""
+    if isinstance(value, tuple) and value and isinstance(value[0], float):
+        return f"{value[0]:.4g}"
+    return str(value)[:40]
+
+
+def _have_equal_values(one: SampleColumn | None, other: SampleColumn | None) -> bool:
+    """Whether two columns have equal values or, if neither must be exact, values within the tolerance."""
     if one is None or other is None or one.is_exact or other.is_exact:
         return one == other
     return len(one.values) == len(other.values) and all(map(_are_close, one.values, other.values))
@@ -149,11 +175,11 @@ def _have_like_values(one: SampleColumn | None, other: SampleColumn | None) -> b
 def _are_close(one: Any, other: Any) -> bool:
     if not (_are_numbers(one) and _are_numbers(other)) or len(one) != len(other):
         return bool(one == other)
-    size = max([abs(value) for value in (*one, *other) if math.isfinite(value)], default=0.0)
+    largest = max([abs(value) for value in (*one, *other) if math.isfinite(value)], default=0.0)
     return all(
         a == b
         or (math.isnan(a) and math.isnan(b))
-        or math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE**2 * size)
+        or math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE**2 * largest)
         for a, b in zip(one, other)
     )
 
@@ -165,10 +191,8 @@ def _are_numbers(value: Any) -> bool:
 # -------------------------------------------------------------------- leaves
 
 
-def _describe_leaves(node: Any, path: str, depth: int) -> Iterator[_Leaf]:
-    """Yield pairs of (path, description) for the leaves of a sample, down to 6 levels of nesting.
-
-    A description is a pair of (whether to compare the value exactly, value).
+def _describe_leaves(node: Any, path: str, depth: int) -> Iterator[SampleLeaf]:
+    """Yield the leaves of a sample, down to 6 levels of nesting.
 
     Args:
         node: Sample, or a part of it.
@@ -180,17 +204,17 @@ def _describe_leaves(node: Any, path: str, depth: int) -> Iterator[_Leaf]:
     if isinstance(node, numpy.generic):
         node = node.item()
     if node is None or isinstance(node, bool | int | str | bytes):
-        yield path, (True, _shorten_text(node))
+        yield SampleLeaf(path, True, _shorten_text(node))
     elif isinstance(node, float):
-        yield path, (False, (node,))
+        yield SampleLeaf(path, False, (node,))
     elif isinstance(node, torch.Tensor):
         yield from _describe_tensor(node, path)
     elif isinstance(node, numpy.ndarray):
         yield from _describe_array(node, path)
     elif isinstance(node, list | tuple):
         yield from _describe_sequence(node, path, depth)
-    elif callable(getattr(node, "getpixel", None)) and hasattr(node, "size"):
-        yield path, (False, _read_pixels(node))
+    elif callable(getattr(node, "getpixel", None)) and hasattr(node, "size"):  # a PIL image
+        yield SampleLeaf(path, False, _read_pixels(node))
     else:
         for name, value in islice(_list_members(node), _MAX_LEAVES):
             yield from _describe_leaves(value, f"{path}{name}", depth + 1)
@@ -205,64 +229,68 @@ def _list_members(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shorten_text(value: Any) -> Any:
-    """Shorten a value for a fingerprint: a long text becomes its first characters and a digest.
+    """Shorten a value for a fingerprint: a long text becomes its first characters, its length and a digest.
 
-    A path becomes its file name, because directories can differ between machines. Other values are returned unchanged.
+    The digest covers at most 4096 characters or bytes. A path becomes its file name, because directories can differ
+    between machines. Other values are returned unchanged.
     """
     if isinstance(value, str) and "/" in value and len(value) < 1024 and not any(map(str.isspace, value)):
         return value.rsplit("/", 1)[1] or value
     if not isinstance(value, str | bytes) or len(value) <= 64:
         return value
-    part = value[:_MAX_TEXT] if isinstance(value, bytes) else value[:_MAX_TEXT].encode(errors="replace")
-    return f"{value[:24]!s}... ({len(value)}, {hashlib.blake2b(part, digest_size=6).hexdigest()})"
+    start = value[:_MAX_TEXT] if isinstance(value, bytes) else value[:_MAX_TEXT].encode(errors="replace")
+    return f"{value[:24]!s}... ({len(value)}, {hashlib.blake2b(start, digest_size=6).hexdigest()})"
 
 
-def _describe_sequence(node: Sequence[Any], path: str, depth: int) -> Iterator[_Leaf]:
-    if len(node) > _MAX_VALUES and all(type(each) is int for each in node[:_MAX_VALUES]):
-        yield path, (True, (len(node), *(node[place] for place in _pick_even_indices(len(node)))))
+def _describe_sequence(node: Sequence[Any], path: str, depth: int) -> Iterator[SampleLeaf]:
+    if len(node) > _MAX_VALUES and all(type(each) is int for each in node[:_MAX_VALUES]):  # such as token IDs
+        yield SampleLeaf(path, True, (len(node), *(node[index] for index in _pick_even_indices(len(node)))))
         return
     for index, value in enumerate(node[:_MAX_LEAVES]):
         yield from _describe_leaves(value, f"{path}[{index}]", depth + 1)
     if len(node) > _MAX_LEAVES:
-        yield f"len({path})", (True, len(node))
+        yield SampleLeaf(f"len({path})", True, len(node))
 
 
-def _describe_tensor(tensor: torch.Tensor, path: str) -> Iterator[_Leaf]:
-    yield f"{path}.shape", (True, tuple(tensor.shape))
+def _describe_tensor(tensor: torch.Tensor, path: str) -> Iterator[SampleLeaf]:
+    yield SampleLeaf(f"{path}.shape", True, tuple(tensor.shape))
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
         return
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.detach().resolve_conj())
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
     values = flat[torch.tensor(_pick_even_indices(len(flat)), device=flat.device)].tolist()
-    if tensor.is_floating_point() or (tensor.dtype is torch.uint8 and tensor.ndim >= 2):
-        yield path, (False, tuple(map(float, values)))
+    has_pixels = tensor.dtype is torch.uint8 and tensor.ndim >= 2
+    if tensor.is_floating_point() or has_pixels:
+        yield SampleLeaf(path, False, tuple(map(float, values)))
     else:
-        yield path, (True, tuple(values))
+        yield SampleLeaf(path, True, tuple(values))
 
 
-def _describe_array(array: numpy.ndarray[Any, Any], path: str) -> Iterator[_Leaf]:
-    yield f"{path}.shape", (True, tuple(array.shape))
+def _describe_array(array: numpy.ndarray[Any, Any], path: str) -> Iterator[SampleLeaf]:
+    yield SampleLeaf(f"{path}.shape", True, tuple(array.shape))
     if not array.size or array.dtype.kind not in "biufSU":
         return
     values = array.reshape(-1)[_pick_even_indices(array.size)].tolist()
-    if array.dtype.kind == "f" or (array.dtype == numpy.uint8 and array.ndim >= 2):
-        yield path, (False, tuple(map(float, values)))
+    has_pixels = array.dtype == numpy.uint8 and array.ndim >= 2
+    if array.dtype.kind == "f" or has_pixels:
+        yield SampleLeaf(path, False, tuple(map(float, values)))
     else:
-        yield path, (True, tuple(_shorten_text(value) for value in values))
+        yield SampleLeaf(path, True, tuple(_shorten_text(value) for value in values))
 
 
 def _read_pixels(image: Any) -> tuple[float, ...]:
+    """Return the width and the height of a PIL image, and the color values of three pixels on its diagonal."""
     width, height = image.size
-    found = (
-        [image.getpixel((int(width * part), int(height * part))) for part in (0.2, 0.5, 0.8)] if width * height else []
-    )
-    bands = [each if isinstance(each, tuple) else (each,) for each in found]
-    return (float(width), float(height), *(float(value) for each in bands for value in each))
+    values = [float(width), float(height)]
+    for fraction in (0.2, 0.5, 0.8) if width * height else ():
+        pixel = image.getpixel((int(width * fraction), int(height * fraction)))
+        values += map(float, pixel if isinstance(pixel, tuple) else (pixel,))
+    return tuple(values)
 
 
 def _pick_even_indices(length: int) -> list[int]:
     """Return at most 16 evenly spaced indices below `length`, including the first and the last index."""
     if length <= _MAX_VALUES:
         return list(range(length))
-    return [place * (length - 1) // (_MAX_VALUES - 1) for place in range(_MAX_VALUES)]
+    return [number * (length - 1) // (_MAX_VALUES - 1) for number in range(_MAX_VALUES)]

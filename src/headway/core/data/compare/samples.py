@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from headway.core.data.compare.fingerprint import (
     Fingerprint,
+    SampleColumn,
     compare_fingerprints,
     describe_difference,
     hash_fingerprint,
@@ -33,13 +34,16 @@ from headway.core.runtime.collectives.checked import Collectives
 
 _NUM_SAMPLES = 4
 _NUM_CHEAP_SAMPLES = 8
-_BUDGET = 1.0
+_TIME_LIMIT = 1.0
 """Time limit in seconds, after which no further sample is read. At least one sample is always read."""
 _SEED = 5
 _MAX_NODES = 2000
 _MAX_WIDTH = 64
 _MAX_COPIED = 10_000
-_CHEAP = (list, tuple, range, torch.Tensor, numpy.ndarray, TensorDataset)
+_STATELESS_TYPES = (list, tuple, range, torch.Tensor, numpy.ndarray)
+"""Types of datasets that a read cannot change."""
+_CHEAP_TYPES = (*_STATELESS_TYPES, TensorDataset)
+"""Types of datasets whose samples are in memory, so that reading more of them costs little."""
 
 
 def compare_samples(dataset: Any, everyone: Collectives) -> str:
@@ -53,32 +57,39 @@ def compare_samples(dataset: Any, everyone: Collectives) -> str:
     """
     if everyone.world_size == 1:
         return ""
-    read = _read_all(dataset)
-    hashes = {index: hash_fingerprint(fingerprint) for index, fingerprint in read.items()}
+    first_read = _read_all_fingerprints(dataset)
+    hashes = {index: hash_fingerprint(fingerprint) for index, fingerprint in first_read.items()}
     if all(each == hashes for each in everyone.gather_objects(hashes)):
         return ""
     # Leave out values that change from one read to the next: they prove nothing about the ranks.
-    again = _read_all(dataset)
-    steady = {index: _keep_steady(read[index], again[index]) for index in read if index in again}
-    ranks: list[dict[int, Fingerprint]] = everyone.gather_objects(steady)
-    shared = [index for index in ranks[0] if all(index in each for each in ranks)]
-    joined = [_join_columns([each[index] for index in shared]) for each in ranks]
-    _, paths = compare_fingerprints(_keep_common_paths(joined))
+    second_read = _read_all_fingerprints(dataset)
+    reproducible = {
+        index: _keep_equal_columns(first_read[index], second_read[index])
+        for index in first_read
+        if index in second_read
+    }
+    reads_by_rank: list[dict[int, Fingerprint]] = everyone.gather_objects(reproducible)
+    common_indices = [index for index in reads_by_rank[0] if all(index in each for each in reads_by_rank)]
+    fingerprints = [_join_columns([read[index] for index in common_indices]) for read in reads_by_rank]
+    _, paths = compare_fingerprints(_keep_common_paths(fingerprints))
     if not paths:
         return ""
-    told = describe_difference(joined, paths[0])
-    return f"{told} (samples {', '.join(str(index) for index in shared if index >= 0)})" if shared != [-1] else told
+    difference = describe_difference(fingerprints, paths[0])
+    sample_indices = [str(index) for index in common_indices if index >= 0]
+    return f"{difference} (samples {', '.join(sample_indices)})" if sample_indices else difference
 
 
-def _read_all(dataset: Any) -> dict[int, Fingerprint]:
+def _read_all_fingerprints(dataset: Any) -> dict[int, Fingerprint]:
     """Return fingerprints of a few samples of a dataset as {sample index: fingerprint}.
 
     The entry at key -1 is a fingerprint of the dataset's `Subset` indices and of its `source_fingerprint`. If the
     dataset has a `source_fingerprint`, this is the only entry, and no sample is read.
     """
     sources = _find_source_fingerprint(dataset)
-    described = {"indices": _list_indices(dataset)} | ({"files and order": sources} if sources else {})
-    return {-1: take_fingerprint([described]), **({} if sources else _read_fingerprints(dataset))}
+    indices = _list_subset_indices(dataset)
+    if sources:
+        return {-1: take_fingerprint([{"indices": indices, "files and order": sources}])}
+    return {-1: take_fingerprint([{"indices": indices}]), **_read_fingerprints(dataset)}
 
 
 def _find_source_fingerprint(dataset: Any) -> str:
@@ -88,24 +99,22 @@ def _find_source_fingerprint(dataset: Any) -> str:
     """
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    found = getattr(dataset, "source_fingerprint", "")
-    return found if isinstance(found, str) else ""
+    fingerprint = getattr(dataset, "source_fingerprint", "")
+    return fingerprint if isinstance(fingerprint, str) else ""
 
 
-def _keep_steady(one: Fingerprint, other: Fingerprint) -> Fingerprint:
+def _keep_equal_columns(one: Fingerprint, other: Fingerprint) -> Fingerprint:
     return {path: column for path, column in one.items() if other.get(path) == column}
 
 
 def _join_columns(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
     """Merge the fingerprints of single samples into one fingerprint that describes all samples."""
-    found: Fingerprint = {}
+    joined: Fingerprint = {}
     for path in dict.fromkeys(path for each in fingerprints for path in each):
         columns = [each[path] for each in fingerprints if path in each]
         is_exact = all(column.is_exact for column in columns)
-        found[path] = columns[0]._replace(
-            is_exact=is_exact, values=tuple(value for column in columns for value in column.values)
-        )
-    return found
+        joined[path] = SampleColumn(is_exact, tuple(value for column in columns for value in column.values))
+    return joined
 
 
 def _keep_common_paths(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
@@ -114,17 +123,17 @@ def _keep_common_paths(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]
     return [{path: each[path] for path in paths} for each in fingerprints]
 
 
-def _list_indices(dataset: Any) -> list[Any]:
-    """Return the length and the first and last 8 indices of each `Subset` in a dataset.
+def _list_subset_indices(dataset: Any) -> list[Any]:
+    """Return the length, the first 8 indices and the last 8 indices of each `Subset` in a dataset, outermost first.
 
     These indices distinguish subsets whose samples look alike.
     """
-    found: list[Any] = []
+    described: list[Any] = []
     while isinstance(dataset, Subset):
         indices = dataset.indices
-        found += [len(indices), [*map(int, indices[:8])], [*map(int, indices[-8:])]]
+        described += [len(indices), [*map(int, indices[:8])], [*map(int, indices[-8:])]]
         dataset = dataset.dataset
-    return found
+    return described
 
 
 # -------------------------------------------------------------------- reading
@@ -136,32 +145,33 @@ def _read_fingerprints(dataset: Any) -> dict[int, Fingerprint]:
     Samples that fail to load are left out.
     """
     length = len(dataset) if hasattr(dataset, "__len__") else 0
-    is_cheap = isinstance(dataset, _CHEAP) or type(dataset).__module__.startswith("datasets.")
-    number = min(length, _NUM_CHEAP_SAMPLES if is_cheap else _NUM_SAMPLES)
-    indices = sorted({place * (length - 1) // max(1, number - 1) for place in range(number)})
-    twin = _copy_for_reading(dataset)
-    if twin is None:
+    is_cheap = isinstance(dataset, _CHEAP_TYPES) or type(dataset).__module__.startswith("datasets.")
+    num_samples = min(length, _NUM_CHEAP_SAMPLES if is_cheap else _NUM_SAMPLES)
+    indices = sorted({number * (length - 1) // max(1, num_samples - 1) for number in range(num_samples)})
+    dataset_copy = _copy_for_reading(dataset)
+    if dataset_copy is None:
         return {}
-    generators = list(_find_generators(twin))
+    generators = list(_find_generators(dataset_copy))
     states = [_read_state(generator) for generator in generators]
-    found = {}
-    begun = time.monotonic()
+    fingerprints = {}
+    start = time.monotonic()
     try:
         for generator in generators:
             _seed_generator(generator)
         for index in indices:
-            fingerprint = _read_one(twin, index)
+            fingerprint = _read_sample(dataset_copy, index)
             if fingerprint is not None:
-                found[index] = fingerprint
-            if time.monotonic() - begun > _BUDGET:
+                fingerprints[index] = fingerprint
+            if time.monotonic() - start > _TIME_LIMIT:
                 break
     finally:
         for generator, state in zip(generators, states):
             _write_state(generator, state)
-    return found
+    return fingerprints
 
 
-def _read_one(dataset: Any, index: int) -> Fingerprint | None:
+def _read_sample(dataset: Any, index: int) -> Fingerprint | None:
+    """Return the fingerprint of one sample, read with seeded global generators; None if reading it fails."""
     try:
         with GlobalGenerators.from_seed(_SEED):
             return take_fingerprint([dataset[index]])
@@ -176,22 +186,29 @@ def _copy_for_reading(dataset: Any) -> Any:
         Copy of the dataset, or the dataset itself if it has no state that could change. None if a copy would not be
             safe.
     """
-    kind = type(dataset)
-    if isinstance(dataset, _CHEAP[:-1]) or not hasattr(dataset, "__dict__") or kind.__module__.startswith("datasets."):
+    dataset_class = type(dataset)
+    if isinstance(dataset, _STATELESS_TYPES) or not hasattr(dataset, "__dict__"):
         return dataset
-    # Garbage collection of a copy must not close resources of the dataset.
-    if hasattr(kind, "__del__") or any("__new__" in vars(base) for base in kind.__mro__[:-1]):
+    if dataset_class.__module__.startswith("datasets."):
+        return dataset
+    # Garbage collection of a copy must not close resources of the dataset. A class with its own `__new__` may need
+    # arguments, or return an object that already exists.
+    if hasattr(dataset_class, "__del__") or any("__new__" in vars(base) for base in dataset_class.__mro__[:-1]):
         return None
-    twin = object.__new__(kind)
+    dataset_copy = object.__new__(dataset_class)
     for name, value in vars(dataset).items():
         copied = _copy_value(value)
         if copied is None and value is not None:
             return None
-        vars(twin)[name] = copied
-    return twin
+        vars(dataset_copy)[name] = copied
+    return dataset_copy
 
 
 def _copy_value(value: Any) -> Any:
+    """Return a copy of a nested dataset or small container, or any other value itself.
+
+    Return None if the value contains a dataset for which a copy would not be safe.
+    """
     if isinstance(value, Dataset):
         return _copy_for_reading(value)
     if type(value) in (list, dict, set, deque) and len(value) <= _MAX_COPIED:
@@ -221,9 +238,9 @@ def _find_generators(root: Any) -> Iterator[Any]:
     modules in which the classes and functions are defined.
     """
     seen: set[int] = set()
-    waiting: deque[Any] = deque([root])
-    while waiting and len(seen) < _MAX_NODES:
-        node = waiting.popleft()
+    queue: deque[Any] = deque([root])
+    while queue and len(seen) < _MAX_NODES:
+        node = queue.popleft()
         if id(node) in seen or isinstance(node, type | ModuleType | torch.Tensor | numpy.ndarray | str | bytes):
             continue
         seen.add(id(node))
@@ -232,22 +249,23 @@ def _find_generators(root: Any) -> Iterator[Any]:
         if isinstance(node, _list_generator_types()):
             yield node
         elif isinstance(node, Mapping):
-            waiting.extend(islice(node.values(), _MAX_WIDTH))
+            queue.extend(islice(node.values(), _MAX_WIDTH))
         elif isinstance(node, list | tuple | set | deque):
-            waiting.extend(islice(node, _MAX_WIDTH))
+            queue.extend(islice(node, _MAX_WIDTH))
         elif isinstance(node, FunctionType):
-            waiting.extend(
-                cell.cell_contents for cell in node.__closure__ or () if cell is not None and _has_content(cell)
-            )
-            waiting.extend(value for value in node.__globals__.values() if isinstance(value, _list_generator_types()))
+            queue.extend(cell.cell_contents for cell in node.__closure__ or () if _has_content(cell))
+            queue.extend(_list_global_generators(node.__globals__))
         elif isinstance(node, MethodType | partial):
-            waiting.extend([node.__self__] if isinstance(node, MethodType) else [node.func, node.args, node.keywords])
+            queue.extend([node.__self__] if isinstance(node, MethodType) else [node.func, node.args, node.keywords])
         elif hasattr(node, "__dict__"):
-            waiting.extend(islice(vars(node).values(), _MAX_WIDTH))
+            queue.extend(islice(vars(node).values(), _MAX_WIDTH))
             module = sys.modules.get(type(node).__module__)
-            waiting.extend(
-                value for value in vars(module or node).values() if isinstance(value, _list_generator_types())
-            )
+            if module is not None:
+                queue.extend(_list_global_generators(vars(module)))
+
+
+def _list_global_generators(variables: Mapping[str, Any]) -> list[Any]:
+    return [value for value in variables.values() if isinstance(value, _list_generator_types())]
 
 
 def _has_content(cell: CellType) -> bool:

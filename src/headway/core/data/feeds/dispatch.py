@@ -27,17 +27,17 @@ class DispatchFeed:
         shard: Data shard of this rank. Several ranks may have the same shard.
         is_batched: Whether torch's DataLoader builds the batches, so that their sizes are known from the indices.
             Otherwise each item of the dataset is a batch, and the main process counts its rows.
-        length: Number of batches per rank in an epoch, as counted by the main process; None if unknown.
+        num_batches: Number of batches per rank in an epoch, as counted by the main process; None if unknown.
     """
 
     def __init__(
-        self, feed: BatchFeed, collectives: Collectives, shard: ShardIndex, is_batched: bool, length: int | None
+        self, feed: BatchFeed, collectives: Collectives, shard: ShardIndex, is_batched: bool, num_batches: int | None
     ) -> None:
         self._feed = feed
         self._collectives = collectives
         self._shard = shard
         self._is_batched = is_batched
-        self._length = length
+        self._num_batches = num_batches
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped `BatchFeed`, such as `samples_per_step` or `state`.
@@ -68,20 +68,21 @@ class DispatchFeed:
         self._feed.seed = value
 
     def set_update_size(self, samples_per_update: int, num_steps: int, drop_multiple: int) -> None:
-        """Use `samples_per_update` samples per gradient update from the next pass on.
+        """Use `samples_per_update` samples per gradient update from the next pass on. All ranks must call this method.
 
         Args:
             samples_per_update: Number of samples per update over all ranks; 0 to return to the user's settings.
             num_steps: Number of batches per rank and update.
-            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
+            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of
+                samples.
         """
         self._feed.set_update_size(samples_per_update, num_steps, drop_multiple)
-        if self._length is not None:
+        if self._num_batches is not None:
             is_main = self._collectives.rank == 0
-            self._length = self._collectives.broadcast_object(len(self._feed) if is_main else None)
+            self._num_batches = self._collectives.broadcast_object(len(self._feed) if is_main else None)
 
     def __len__(self) -> int:
-        return len(self._feed) if self._length is None else self._length
+        return len(self._feed) if self._num_batches is None else self._num_batches
 
     def start_pass(self, epoch: int, num_consumed: int, num_skipped_steps: int) -> tuple[int, Iterator[Delivery]]:
         """Start a pass: the main process reads and sends batches, and the other ranks receive them.
@@ -89,7 +90,8 @@ class DispatchFeed:
         Args:
             epoch: Number of the epoch.
             num_consumed: Number of non-padding samples after which to start.
-            num_skipped_steps: If not 0, number of batches per rank after which to start. `num_consumed` is then ignored.
+            num_skipped_steps: If not 0, number of batches per rank after which to start. `num_consumed` is then
+                ignored.
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
@@ -111,21 +113,22 @@ class DispatchFeed:
     def _send_batches(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
         while True:
             try:
-                parts = strip_indices(list(islice(deliveries, self._shard.count)))
+                step = strip_indices(list(islice(deliveries, self._shard.count)))
                 if not self._is_batched:
-                    parts = set_item_counts(parts)
-                sent = [(copy_views(batch), rank_batch) for batch, rank_batch in parts]
+                    step = set_item_counts(step)
+                # A view would be sent with all of the memory that it points into.
+                sent = [(copy_views(batch), rank_batch) for batch, rank_batch in step]
             except Exception as error:
                 self._broadcast_failure(error)
                 raise
             self._broadcast_value(sent)
-            if not parts:
+            if not step:
                 return
-            yield parts[self._shard.index]
+            yield step[self._shard.index]
 
     def _receive_batches(self) -> Iterator[Delivery]:
-        while parts := self._broadcast_value(None):
-            yield parts[self._shard.index]
+        while step := self._broadcast_value(None):
+            yield step[self._shard.index]
 
     def _broadcast_value(self, value: object) -> Any:
         """Return the main process's `value` on every rank. The `value` of other ranks is ignored.
@@ -142,30 +145,31 @@ class DispatchFeed:
         self._collectives.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
 
 
-def strip_indices(parts: list[Delivery]) -> list[Delivery]:
+def strip_indices(step: list[Delivery]) -> list[Delivery]:
     """Return the ranks' batches of one step without their sample indices, which other ranks do not need.
 
     Args:
-        parts: Pairs of (batch, `RankBatch`), one per data shard; empty if no step is left.
+        step: Pairs of (batch, `RankBatch`), one per data shard; empty if no step is left.
     """
-    return [(batch, rank_batch._replace(indices=[])) for batch, rank_batch in parts]
+    return [(batch, rank_batch._replace(indices=[])) for batch, rank_batch in step]
 
 
-def set_item_counts(parts: list[Delivery]) -> list[Delivery]:
+def set_item_counts(step: list[Delivery]) -> list[Delivery]:
     """Return one step's items with `valid_counts` set to the number of rows of each rank's item; 0 for a padding item.
 
     Args:
-        parts: Pairs of (item, `RankBatch`), one per data shard; empty if no step is left. `valid_counts` counts items.
+        step: Pairs of (item, `RankBatch`), one per data shard; empty if no step is left. `valid_counts` counts items.
 
     Raises:
         DataError: If the rows of an item cannot be counted.
     """
-    rows = [rank_batch.num_rows for _, rank_batch in parts]
-    if None in rows:
-        raise DataError(UNCOUNTABLE.format(what=f"the item for rank {rows.index(None)}"))
-    is_real = [(rank_batch.valid_counts or ())[rank] > 0 for rank, (_, rank_batch) in enumerate(parts)]
-    counts = tuple((num or 0) if real else 0 for num, real in zip(rows, is_real))
-    return [(item, rank_batch._replace(valid_counts=counts)) for item, rank_batch in parts]
+    valid_rows: list[int] = []
+    for rank, (_, rank_batch) in enumerate(step):
+        if rank_batch.num_rows is None:
+            raise DataError(UNCOUNTABLE.format(what=f"the item for rank {rank}"))
+        num_items = (rank_batch.valid_counts or ())[rank]
+        valid_rows.append(rank_batch.num_rows if num_items > 0 else 0)
+    return [(item, rank_batch._replace(valid_counts=tuple(valid_rows))) for item, rank_batch in step]
 
 
 class Failure(str):

@@ -49,7 +49,8 @@ class BatchFeed(Protocol):
         Args:
             epoch: Number of the epoch.
             num_consumed: Number of non-padding samples after which to start.
-            num_skipped_steps: If not 0, number of batches per rank after which to start. `num_consumed` is then ignored.
+            num_skipped_steps: If not 0, number of batches per rank after which to start. `num_consumed` is then
+                ignored.
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
@@ -110,7 +111,8 @@ class BatchFeed(Protocol):
         Args:
             samples_per_update: Number of samples per update over all ranks; 0 to return to the user's settings.
             num_steps: Number of batches per rank and update.
-            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
+            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of
+                samples.
         """
 
     @property

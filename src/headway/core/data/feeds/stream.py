@@ -602,7 +602,7 @@ class StreamFeed:
         saved_order = _get_read_order(loaded)
         if saved_order is not None and saved_order != self._read_order:
             name = type(self.user_loader.dataset).__name__
-            message = _load_turns_extension().describe_other_order(name, num_consumed, saved_order, self._read_order)
+            message = _load_interleaving().describe_changed_order(name, num_consumed, saved_order, self._read_order)
             raise DataError(message)
         if self._followed_order is None and loaded.get("round_size") == self.samples_per_step:
             return int(loaded["num_rounds"]), 0
@@ -645,7 +645,7 @@ class StreamFeed:
         self._replace_inner_loader()
         if followed_order is not None and (shards is not None or self.user_loader.num_workers > 1):
             name = type(self.user_loader.dataset).__name__
-            log.warning_once(_load_turns_extension().describe_whole_reading(name, followed_order))
+            log.warning_once(_load_interleaving().describe_full_read(name, followed_order))
 
     def _read_own_shards(self, shards: OwnShards) -> None:
         """Let this rank read only its own shards of the dataset, from the next pass on."""
@@ -681,7 +681,7 @@ class StreamFeed:
         dataset, num_ranks = self.user_loader.dataset, order.num_shard_readers
         if num_ranks == 1:
             return dataset
-        return _load_turns_extension().ShardTurns(
+        return _load_interleaving().InterleavedShards(
             dataset, num_ranks, order.samples_per_turn, self.user_loader.drop_last, self._epoch
         )
 
@@ -877,12 +877,12 @@ def _get_read_order(state: State) -> StreamReadOrder | None:
     return None if order is None else StreamReadOrder(*order)
 
 
-def _load_turns_extension() -> Any:
+def _load_interleaving() -> Any:
     """Return the extension that continues a pass after the number of ranks or workers has changed.
 
     It is imported on first use.
     """
-    return extensions.load("feature", "read_in_turns")
+    return extensions.load("feature", "interleave_shards")
 
 
 def has_dataset_state(inner_loader: Any) -> bool:

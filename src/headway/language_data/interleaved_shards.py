@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 
-class ShardTurns(IterableDataset[Any]):
+class InterleavedShards(IterableDataset[Any]):
     """Iterable dataset that yields the samples of a stream in the order in which several ranks read its shards.
 
     The shards are read in turn, one batch of each at a time. When a shard is exhausted, reading continues with the
@@ -36,12 +36,13 @@ class ShardTurns(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         readers = [iter(self._build_shard(index)) for index in range(self._num_ranks)]
         while readers:
-            turns = [list(islice(reader, self._batch_size)) for reader in readers]
-            if self._drop_last and any(len(turn) < self._batch_size for turn in turns):
+            batches = [list(islice(reader, self._batch_size)) for reader in readers]
+            if self._drop_last and any(len(batch) < self._batch_size for batch in batches):
                 return
-            for turn in turns:
-                yield from turn
-            readers = [reader for reader, turn in zip(readers, turns) if len(turn) == self._batch_size]
+            for batch in batches:
+                yield from batch
+            # A shard with an incomplete batch is exhausted.
+            readers = [reader for reader, batch in zip(readers, batches) if len(batch) == self._batch_size]
 
     def _build_shard(self, index: int) -> Any:
         shard = self._dataset.shard(num_shards=self._num_ranks, index=index)
@@ -50,40 +51,44 @@ class ShardTurns(IterableDataset[Any]):
         return shard
 
 
-def describe_other_order(name: str, consumed: int, before: Sequence[int], now: Sequence[int]) -> str:
+def describe_changed_order(
+    name: str, num_consumed: int, saved_order: Sequence[int], current_order: Sequence[int]
+) -> str:
     """Return the error message for a pass over a stream that cannot be resumed, because the sample order has changed.
 
     Args:
         name: Name of the dataset's class.
-        consumed: Number of samples read in the epoch before the position was saved.
-        before: Order of the saved pass, as three numbers: ranks that read different shards, workers, and samples that a
-            worker reads per turn.
-        now: Order of the pass that should continue the saved one, in the format of `before`.
+        num_consumed: Number of samples read in the epoch before the position was saved.
+        saved_order: Order of the saved pass, as three numbers: ranks that read different shards, workers, and samples
+            that a worker reads per turn.
+        current_order: Order of the pass that should continue the saved one, in the format of `saved_order`.
     """
     return (
-        f"the iterable dataset {name} was left after {consumed} samples of an epoch, when {_describe_order(before)}; now "
-        f"{_describe_order(now)}. Its samples come in another order now, so some would be read twice and others never. Go on with "
+        f"the iterable dataset {name} was left after {num_consumed} samples of an epoch, when {_describe_order(saved_order)}; now "
+        f"{_describe_order(current_order)}. Its samples come in another order now, so some would be read twice and others never. Go on with "
         "the same number of ranks, the same num_workers and the same batch size, or begin another epoch with loader.set_epoch(n). "
         "A stream that is saved with num_workers=0 or 1 can go on with other numbers, and headway.ShardedDataset reads files with any"
     )
 
 
-def describe_whole_reading(name: str, before: Sequence[int]) -> str:
+def describe_full_read(name: str, saved_order: Sequence[int]) -> str:
     """Return the warning that every rank must read the whole stream to continue a saved pass in its sample order.
 
     Args:
         name: Name of the dataset's class.
-        before: Order of the saved pass, as three numbers: ranks that read different shards, workers, and samples that a
-            worker reads per turn.
+        saved_order: Order of the saved pass, as three numbers: ranks that read different shards, workers, and samples
+            that a worker reads per turn.
     """
     return (
-        f"the stream {name} was left when {_describe_order(before)}. To continue exactly, every rank reads the whole stream with at "
+        f"the stream {name} was left when {_describe_order(saved_order)}. To continue exactly, every rank reads the whole stream with at "
         "most one worker until the end of this epoch"
     )
 
 
 def _describe_order(order: Sequence[int]) -> str:
     """Return a clause that describes how ranks and workers read a stream: "2 workers read 8 samples in turn"."""
-    ranks, workers, size = order
-    how = f"{workers} workers read {size} samples in turn" if workers > 1 else "one process read it"
-    return how if ranks == 1 else f"each of {ranks} ranks read its own shards, {how}, {size} samples a batch"
+    num_ranks, num_workers, size = order
+    readers = f"{num_workers} workers read {size} samples in turn" if num_workers > 1 else "one process read it"
+    if num_ranks == 1:
+        return readers
+    return f"each of {num_ranks} ranks read its own shards, {readers}, {size} samples a batch"
