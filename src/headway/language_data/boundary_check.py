@@ -17,8 +17,10 @@ model. So it causes a change of about the same size, even if the model's outputs
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -32,14 +34,15 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+"""Collate function: makes a batch from a list of packed sequences."""
 _LENGTH = 4
 """Number of tokens in each document of the probe."""
-_SHARE, _SHARE_IN_HALF = 1e-3, 0.05
+_EFFECT_TOLERANCE, _EFFECT_TOLERANCE_IN_HALF = 1e-3, 0.05
 """Tolerances in float32 and in half precision, as fractions of a reference change in a document's outputs.
 
 The reference is the change that occurs when the document's first token is replaced.
 """
-_ROUNDING, _ROUNDING_IN_HALF = 1e-5, 1e-2
+_ROUNDING_TOLERANCE, _ROUNDING_TOLERANCE_IN_HALF = 1e-5, 1e-2
 """Tolerances in float32 and in half precision, as fractions of the largest output.
 
 They apply if the outputs for a token hardly depend on other tokens.
@@ -72,17 +75,17 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
         outputs = probe.measure()
     half = _is_half(model) if is_half is None else is_half
     verdict = judge_boundaries(outputs, is_half=half)
-    if verdict == "leak":
+    if verdict is BoundaryVerdict.LEAK:
         raise PrepareError(
             f"{_name_class(model)} ignores the boundaries of packed documents: its outputs for a document change with the "
             f"document before it. {_REMEDIES}"
         )
-    if verdict == "positions":
+    if verdict is BoundaryVerdict.WRONG_POSITIONS:
         raise PrepareError(
             f"{_name_class(model)} computes other outputs for a packed document than for the document alone: its positions do not "
             f"start again at each document, or it does not read the batch's mask as meant. {_REMEDIES}"
         )
-    if verdict == "unknown":
+    if verdict is BoundaryVerdict.UNKNOWN:
         log.warning(
             "packing: %s's outputs do not depend on earlier tokens yet, so it is unknown whether it separates packed documents; "
             "call check_document_boundaries(model, collator) again when it has been trained for some updates",
@@ -121,6 +124,22 @@ def check_prepared_models(models: Iterable[torch.nn.Module], collate: Collate, i
         check_document_boundaries(model, collate, is_half=is_half)
 
 
+class BoundaryVerdict(Enum):
+    """Result of the check whether a model separates the documents of packed sequences.
+
+    Attributes:
+        SEPARATE: The document's outputs depend neither on the preceding document nor on the packing.
+        LEAK: The preceding document changes the outputs.
+        WRONG_POSITIONS: The outputs differ from those for the document alone.
+        UNKNOWN: The document's first token does not affect the outputs for its later tokens, so a leak would not show.
+    """
+
+    SEPARATE = "separate"
+    LEAK = "leak"
+    WRONG_POSITIONS = "wrong positions"
+    UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True)
 class ProbeOutputs:
     """Outputs of a model for one document in different contexts, which `judge_boundaries` compares.
@@ -129,51 +148,48 @@ class ProbeOutputs:
     contexts but `alone`, the document is the second one of a packed sequence.
 
     Attributes:
-        packed: Outputs to which the others are compared.
-        after_another: Outputs if the first document of the sequence is a different one.
-        other_start: Outputs if the first token of the second document is a different one.
-        control: Outputs for the sequence of `packed`, in a batch whose other rows are different. They show whether
-            other rows affect the rounding. None: unknown.
-        alone: Outputs for a sequence of only this document. None if the model returns no logits, or cannot be called
+        reference: Outputs to which the others are compared.
+        other_predecessor: Outputs if the first document of the sequence is a different one.
+        other_first_token: Outputs if the first token of the second document is a different one.
+        other_batch: Outputs for the sequence of `reference`, in a batch whose other rows are different. They show
+            whether other rows affect the rounding. None: unknown.
+        unpacked: Outputs for a sequence of only this document. None if the model returns no logits, or cannot be called
             with `input_ids` alone.
     """
 
-    packed: torch.Tensor
-    after_another: torch.Tensor
-    other_start: torch.Tensor
-    control: torch.Tensor | None
-    alone: torch.Tensor | None
+    reference: torch.Tensor
+    other_predecessor: torch.Tensor
+    other_first_token: torch.Tensor
+    other_batch: torch.Tensor | None
+    unpacked: torch.Tensor | None
 
 
-def judge_boundaries(outputs: ProbeOutputs, is_half: bool) -> str:
-    """Decide whether a model respects document boundaries.
+def judge_boundaries(outputs: ProbeOutputs, is_half: bool) -> BoundaryVerdict:
+    """Decide from a model's outputs whether it respects document boundaries.
 
     Args:
-        outputs: Outputs of the model for one document.
+        outputs: Outputs of the model for one document in different contexts.
         is_half: Whether the outputs were computed in half precision.
-
-    Returns:
-        "leak" if the preceding document changes the outputs. "positions" if the outputs differ from those for the
-            document alone. "unknown" if the document's first token does not affect the outputs for its later tokens. ""
-            if the boundaries are respected.
     """
-    packed = outputs.packed
+    reference = outputs.reference
+    effect_tolerance = _EFFECT_TOLERANCE_IN_HALF if is_half else _EFFECT_TOLERANCE
+    rounding_tolerance = _ROUNDING_TOLERANCE_IN_HALF if is_half else _ROUNDING_TOLERANCE
     # The first token's own output changes with the token itself, and does not show an effect on later tokens.
-    later = slice(1 if len(packed) > 1 else 0, None)
-    effect = _measure_difference(packed[later], outputs.other_start[later])
-    rounding = float(packed.abs().max()) * (_ROUNDING_IN_HALF if is_half else _ROUNDING)
-    limit = max(effect * (_SHARE_IN_HALF if is_half else _SHARE), rounding)
-    is_exact = outputs.control is not None and torch.equal(packed, outputs.control)
-    if _measure_difference(packed, outputs.after_another) > (0 if is_exact else limit):
-        return "leak"
-    if outputs.alone is not None and _measure_difference(packed, outputs.alone) > limit:
-        return "positions"
-    return "" if effect > 0 else "unknown"
+    later_tokens = slice(1 if len(reference) > 1 else 0, None)
+    effect = _measure_difference(reference[later_tokens], outputs.other_first_token[later_tokens])
+    limit = max(effect * effect_tolerance, float(reference.abs().max()) * rounding_tolerance)
+    has_exact_rounding = outputs.other_batch is not None and torch.equal(reference, outputs.other_batch)
+    if _measure_difference(reference, outputs.other_predecessor) > (0 if has_exact_rounding else limit):
+        return BoundaryVerdict.LEAK
+    if outputs.unpacked is not None and _measure_difference(reference, outputs.unpacked) > limit:
+        return BoundaryVerdict.WRONG_POSITIONS
+    return BoundaryVerdict.SEPARATE if effect > 0 else BoundaryVerdict.UNKNOWN
 
 
-def _measure_difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    found = float((first - second).abs().max())
-    return found if found == found else float("inf")  # NaN must not pass as a small difference
+def _measure_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest absolute difference of two tensors; infinity if it is NaN, which must not pass as small."""
+    difference = float((one - other).abs().max())
+    return float("inf") if math.isnan(difference) else difference
 
 
 class _BoundaryProbe:
@@ -188,51 +204,72 @@ class _BoundaryProbe:
         self._model = model
         self._collate = collate
         tokens = _choose_tokens(model)
-        self._before = [tokens[number % len(tokens)] for number in range(_LENGTH)]
-        self._other_before = [tokens[(number + 1) % len(tokens)] for number in range(_LENGTH)]
-        self._document = [tokens[-1 - number % len(tokens)] for number in range(_LENGTH)]
-        self._other_document = [tokens[-2 % len(tokens)], *self._document[1:]]
+        self._predecessor = [tokens[index % len(tokens)] for index in range(_LENGTH)]
+        self._other_predecessor = [tokens[(index + 1) % len(tokens)] for index in range(_LENGTH)]
+        self._document = [tokens[-1 - index % len(tokens)] for index in range(_LENGTH)]
+        self._other_document = [tokens[-2 % len(tokens)], *self._document[1:]]  # only the first token differs
 
     def measure(self) -> ProbeOutputs:
         """Call the model on the probe sequences, and return the outputs for the second document of each sequence."""
         sequences = [
-            _make_sequence(self._before, self._document),
-            _make_sequence(self._other_before, self._document),
-            _make_sequence(self._before, self._other_document),
+            _make_sequence(self._predecessor, self._document),
+            _make_sequence(self._other_predecessor, self._document),
+            _make_sequence(self._predecessor, self._other_document),
         ]
-        logits = find_logits(self._call_model(self._make_batch(sequences)), 2 * _LENGTH * len(sequences))
+        num_tokens = 2 * _LENGTH * len(sequences)
+        logits = find_logits(self._call_model(self._make_batch(sequences)), num_tokens)
         if logits is None:
-            losses = [self._find_loss(sequence, sequences[1]) for sequence in sequences]
-            in_other_batch = self._find_loss(sequences[0], sequences[2])
-            return ProbeOutputs(losses[0], losses[1], losses[2], in_other_batch, alone=None)
-        packed, after_another, other_start = self._split_logits(logits)
-        others = [_make_sequence(self._document, self._other_before), _make_sequence(self._other_before, self._before)]
-        logits = find_logits(self._call_model(self._make_batch([sequences[0], *others])), 2 * _LENGTH * len(sequences))
-        control = None if logits is None else self._split_logits(logits)[0]
-        return ProbeOutputs(packed, after_another, other_start, control, self._call_alone())
+            return self._measure_losses(sequences)
+        reference, other_predecessor, other_first_token = self._split_logits(logits)
+        other_batch = [
+            sequences[0],
+            _make_sequence(self._document, self._other_predecessor),
+            _make_sequence(self._other_predecessor, self._predecessor),
+        ]
+        logits = find_logits(self._call_model(self._make_batch(other_batch)), num_tokens)
+        return ProbeOutputs(
+            reference=reference,
+            other_predecessor=other_predecessor,
+            other_first_token=other_first_token,
+            other_batch=None if logits is None else self._split_logits(logits)[0],
+            unpacked=self._call_unpacked(),
+        )
+
+    def _measure_losses(self, sequences: list[dict[str, Any]]) -> ProbeOutputs:
+        """Return the model's losses over the second document of each sequence, for models that return no logits.
+
+        Args:
+            sequences: Sequence of the reference, with another predecessor, and with another first token.
+        """
+        reference, other_predecessor, other_first_token = (
+            self._compute_loss(sequence, sequences[1]) for sequence in sequences
+        )
+        other_batch = self._compute_loss(sequences[0], sequences[2])
+        return ProbeOutputs(reference, other_predecessor, other_first_token, other_batch, unpacked=None)
 
     def _split_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split logits by probe sequence, and return those of the second document in each sequence."""
         return logits.reshape(-1, 2 * _LENGTH, logits.shape[-1])[:, _LENGTH:].unbind()
 
-    def _call_alone(self) -> torch.Tensor | None:
-        alone = {TOKENS: torch.tensor([self._document], device=self._device)}
-        if not _accepts_batch(self._model, alone):
+    def _call_unpacked(self) -> torch.Tensor | None:
+        """Return the logits for the document without packing; None if the model cannot be called in this way."""
+        batch = {TOKENS: torch.tensor([self._document], device=self._device)}
+        if not _accepts_batch(self._model, batch):
             return None
-        logits = find_logits(self._call_model(alone), _LENGTH)
+        logits = find_logits(self._call_model(batch), _LENGTH)
         return None if logits is None else logits.reshape(_LENGTH, -1)
 
-    def _find_loss(self, sequence: dict[str, Any], beside: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, sequence: dict[str, Any], other_row: dict[str, Any]) -> torch.Tensor:
         """Return the model's loss over the second document of a sequence, for models that return no logits.
 
         Args:
             sequence: Packed sequence whose second document has labels.
-            beside: Packed sequence for the second row of the batch. All of its labels are replaced by -100.
+            other_row: Packed sequence for the second row of the batch. All of its labels are replaced by -100.
 
         Raises:
             PrepareError: If the model returns no loss either, or does not accept the entries of the batch.
         """
-        unlabeled = {**beside, LABELS: torch.full_like(beside[LABELS], IGNORE_INDEX)}
+        unlabeled = {**other_row, LABELS: torch.full_like(other_row[LABELS], IGNORE_INDEX)}
         outputs = self._call_model(self._make_batch([sequence, unlabeled], has_labels=True))
         for value in _list_values(outputs):
             if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
@@ -257,16 +294,17 @@ class _BoundaryProbe:
             PrepareError: If the model does not accept the entries of the batch.
         """
         batch = dict(self._collate(sequences))
-        bare = {name: value for name, value in batch.items() if name != LABELS}
-        chosen = bare if not has_labels and _accepts_batch(self._model, bare) else batch
-        if not _accepts_batch(self._model, chosen):
+        without_labels = {name: value for name, value in batch.items() if name != LABELS}
+        if not has_labels and _accepts_batch(self._model, without_labels):
+            batch = without_labels
+        elif not _accepts_batch(self._model, batch):
             signature = inspect.signature(self._model.forward)
             raise PrepareError(
-                f"{_name_class(self._model)}.forward{signature} cannot be called with {', '.join(chosen)}, so it cannot know where "
+                f"{_name_class(self._model)}.forward{signature} cannot be called with {', '.join(batch)}, so it cannot know where "
                 f"packed documents begin. {_REMEDIES}"
             )
         return {
-            name: value.to(self._device) if isinstance(value, torch.Tensor) else value for name, value in chosen.items()
+            name: value.to(self._device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
         }
 
     def _call_model(self, batch: Mapping[str, Any]) -> Any:
@@ -293,8 +331,8 @@ def find_logits(outputs: Any, num_tokens: int) -> torch.Tensor | None:
     """
     value: Any
     for value in _list_values(outputs):
-        is_vectors = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 2
-        if is_vectors and value.shape[0] * value.shape[1] == num_tokens:
+        holds_vectors = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 2
+        if holds_vectors and value.shape[0] * value.shape[1] == num_tokens:
             logits: torch.Tensor = value.detach().float().cpu()
             return logits
     return None
@@ -313,17 +351,18 @@ def _list_values(outputs: Any) -> tuple[Any, ...]:
 
 def _name_class(model: torch.nn.Module) -> str:
     """Return the name of the model's class, or of its original class if `fully_shard` replaced it by a subclass."""
-    kinds = type(model).__mro__
-    return kinds[kinds.index(FSDPModule) + 1 if FSDPModule in kinds else 0].__name__
+    classes = type(model).__mro__
+    # fully_shard makes a class with the bases (FSDPModule, original class).
+    return classes[classes.index(FSDPModule) + 1 if FSDPModule in classes else 0].__name__
 
 
 def _accepts_batch(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether the model's forward can be called with the entries of a batch as keyword arguments."""
     parameters = inspect.signature(model.forward).parameters
     named = {name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    has_var_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     is_complete = all(name in batch or parameters[name].default is not inspect.Parameter.empty for name in named)
-    return is_complete and (takes_any or batch.keys() <= named)
+    return is_complete and (has_var_keyword or batch.keys() <= named)
 
 
 def _choose_tokens(model: torch.nn.Module) -> list[int]:
@@ -332,11 +371,12 @@ def _choose_tokens(model: torch.nn.Module) -> list[int]:
     If fewer than four of the first 64 IDs qualify, the first IDs of the vocabulary are returned instead.
     """
     config = getattr(model, "config", None)
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    num_tokens = getattr(config, "vocab_size", None) or max(tables, default=2)
+    table_sizes = [module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    vocab_size = getattr(config, "vocab_size", None) or max(table_sizes, default=2)
     special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")}
-    plain = [token for token in range(min(num_tokens, 64)) if token not in special and token > 3]
-    return plain[:12] if len(plain) >= _LENGTH else list(range(min(num_tokens, 12)))
+    # Tokenizers often use the first IDs as special ones, even if the config does not list them.
+    ordinary = [token for token in range(min(vocab_size, 64)) if token not in special and token > 3]
+    return ordinary[:12] if len(ordinary) >= _LENGTH else list(range(min(vocab_size, 12)))
 
 
 def _is_half(model: torch.nn.Module) -> bool:

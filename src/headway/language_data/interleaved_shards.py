@@ -65,8 +65,8 @@ def describe_changed_order(
     """
     return (
         f"the iterable dataset {name} was left after {num_consumed} samples of an epoch, when {_describe_order(saved_order)}; now "
-        f"{_describe_order(current_order)}. Its samples come in another order now, so some would be read twice and others never. Go on with "
-        "the same number of ranks, the same num_workers and the same batch size, or begin another epoch with loader.set_epoch(n). "
+        f"{_describe_order(current_order)}. Its samples come in another order now, so some would be read twice and others never. Go "
+        "on with the same number of ranks, the same num_workers and the same batch size, or begin another epoch with loader.set_epoch(n). "
         "A stream that is saved with num_workers=0 or 1 can go on with other numbers, and headway.ShardedDataset reads files with any"
     )
 
@@ -80,8 +80,8 @@ def describe_full_read(name: str, saved_order: Sequence[int]) -> str:
             that a worker reads per turn.
     """
     return (
-        f"the stream {name} was left when {_describe_order(saved_order)}. To continue exactly, every rank reads the whole stream with at "
-        "most one worker until the end of this epoch"
+        f"the stream {name} was left when {_describe_order(saved_order)}. To continue exactly, every rank reads the whole stream "
+        "with at most one worker until the end of this epoch"
     )
 
 

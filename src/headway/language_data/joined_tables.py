@@ -19,27 +19,29 @@ class JoinedTables:
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self._sources = sources
-        self._joined: Any = None
-        self._begins: list[int] = []
-        self._versions: list[Any] | None = None
+        self._joined: Any = None  # concatenation of the sources; None if they cannot be read together
+        self._starts: list[int] = []  # index in `_joined` of each source's first sample
+        self._fingerprints: list[Any] | None = None  # of the sources when they were concatenated
 
-    def read(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
-        """Return samples of several sources, in the order of `found`, or None if they cannot be read together.
+    def read(self, locations: Sequence[tuple[int, int]]) -> list[Any] | None:
+        """Return samples of several sources, in the order of `locations`, or None if they cannot be read together.
 
         Args:
-            found: Pairs of (index of the source, index of the sample in this source), one per sample.
+            locations: Pairs of (index of the source, index of the sample in this source), one per sample.
         """
-        versions = [getattr(source, "_fingerprint", None) for source in self._sources]  # changes with the format
-        if versions != self._versions:
-            self._versions = versions
-            self._joined = self._join_sources() if None not in versions and len(versions) > 1 else None
+        # A dataset's fingerprint changes when the script sets another format. Other datasets have no fingerprint.
+        fingerprints = [getattr(source, "_fingerprint", None) for source in self._sources]
+        if fingerprints != self._fingerprints:
+            self._fingerprints = fingerprints
+            self._joined = self._join_sources() if None not in fingerprints and len(fingerprints) > 1 else None
         if self._joined is None:
             return None
-        begins = self._begins
-        samples: list[Any] = self._joined.__getitems__([begins[source] + index for source, index in found])
+        starts = self._starts
+        samples: list[Any] = self._joined.__getitems__([starts[source] + index for source, index in locations])
         return samples
 
     def _join_sources(self) -> Any:
+        """Return the concatenation of the sources; None if they are not tables with equal columns and formats."""
         import datasets
 
         first, *others = self._sources
@@ -47,8 +49,8 @@ class JoinedTables:
             return None
         if any(other.features != first.features or other.format != first.format for other in others):
             return None
-        self._begins = numpy.cumsum([0, *map(len, self._sources)]).tolist()
+        self._starts = numpy.cumsum([0, *map(len, self._sources)]).tolist()
         return datasets.concatenate_datasets(list(self._sources))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_joined": None, "_versions": None}
+        return {**self.__dict__, "_joined": None, "_fingerprints": None}

@@ -31,7 +31,7 @@ def read_weights(
             or if a schedule is given without a positive `samples_per_update`.
     """
     if not _is_schedule(weights):
-        return build_weight_ranges([0], [_read_row(weights, names)])
+        return build_weight_ranges([0], [_normalize_weights(weights, names)])
     by_update: dict[int, Any] = dict(weights)  # type: ignore[arg-type]
     updates = sorted(by_update)
     if updates[0] != 0:
@@ -43,12 +43,16 @@ def read_weights(
             f"weights by update need samples_per_update, the samples of one update over all ranks, and it is {samples_per_update!r}; "
             "pass batch size per rank * ranks * accumulation steps"
         )
-    return build_weight_ranges(
-        [update * samples_per_update for update in updates], [_read_row(by_update[update], names) for update in updates]
-    )
+    starts = [update * samples_per_update for update in updates]
+    return build_weight_ranges(starts, [_normalize_weights(by_update[update], names) for update in updates])
 
 
 def _is_schedule(weights: Any) -> bool:
+    """Whether weights are a dict from numbers of updates to weights.
+
+    Raises:
+        ConfigError: If only some keys are numbers of updates, or a number is negative.
+    """
     if not isinstance(weights, Mapping) or not weights:
         return False
     are_updates = [isinstance(key, int) and not isinstance(key, bool) for key in weights]
@@ -59,7 +63,7 @@ def _is_schedule(weights: Any) -> bool:
     return all(are_updates)
 
 
-def _read_row(weights: Any, names: Sequence[str]) -> list[Fraction]:
+def _normalize_weights(weights: Any, names: Sequence[str]) -> list[Fraction]:
     """Return the weights as fractions that add up to 1, in the order of the sources.
 
     Raises:
@@ -80,6 +84,11 @@ def _read_row(weights: Any, names: Sequence[str]) -> list[Fraction]:
 
 
 def _order_weights(weights: Any, names: Sequence[str]) -> list[Any]:
+    """Return the weights as given, in the order of the sources.
+
+    Raises:
+        ConfigError: If the weights do not match the names of the sources, or their number.
+    """
     if isinstance(weights, Mapping):
         unknown, missing = [key for key in weights if key not in names], [key for key in names if key not in weights]
         if unknown or missing:
@@ -97,16 +106,18 @@ def _order_weights(weights: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _read_weight(value: Any, name: str) -> Fraction:
-    if isinstance(value, Fraction):
+    """Return one weight as an exact fraction.
+
+    Raises:
+        ConfigError: If it is not a finite number of 0 or more.
+    """
+    try:
         number = float(value)
-    else:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = float("nan")
+    except (TypeError, ValueError):
+        number = float("nan")
     if isinstance(value, bool) or not isfinite(number) or number < 0:
         raise ConfigError(f"the weight of source {name!r} is {value!r}; give a finite number, 0 or more")
+    if isinstance(value, Fraction | int):
+        return Fraction(value)
     # repr() gives a float as the user wrote it, so that 0.1 becomes exactly one tenth.
-    return (
-        value if isinstance(value, Fraction) else Fraction(value) if isinstance(value, int) else Fraction(repr(number))
-    )
+    return Fraction(repr(number))

@@ -121,6 +121,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             lengths = self._measure_epoch()
         elif lengths is None:
             lengths = measure_lengths(dataset)
+        assert not callable(lengths)
         self.plan = self._make_plan(lengths)
         if self.plan.num_cut_tokens:
             log.info("packing truncates samples: %d tokens are left out", self.plan.num_cut_tokens)
@@ -215,8 +216,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         labels = numpy.asarray(sample.get(LABELS, tokens))
         if labels.shape != tokens.shape or labels.dtype.kind not in "iub":
             raise DataError(
-                f"sample {piece.sample} has {len(tokens)} tokens, but labels of the shape {labels.shape} and the type {labels.dtype}; "
-                "give one whole number for each token"
+                f"sample {piece.sample} has {len(tokens)} tokens, but labels of the shape {labels.shape} and the type "
+                f"{labels.dtype}; give one whole number for each token"
             )
         entries[LABELS] = labels[chosen].astype(numpy.int64)
         entries[LABELS][0] = IGNORE_INDEX  # otherwise the last token of the previous document would predict this one

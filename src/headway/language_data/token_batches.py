@@ -14,8 +14,9 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_WINDOW = 64
-"""Approximate number of updates whose samples are sorted together by length. A window has at least 1,024 samples."""
+_UPDATES_PER_WINDOW = 64
+"""Approximate number of updates whose samples are sorted together by length. A window has at least `_SMALLEST_WINDOW` samples."""
+_SMALLEST_WINDOW = 1024
 
 TOO_LONG = ("error", "drop", "alone")
 
@@ -92,20 +93,20 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        is_long = self.lengths > self.tokens_per_batch
-        if too_long == "error" and is_long.any():
-            index = int(numpy.flatnonzero(is_long)[0])
+        is_too_long = self.lengths > self.tokens_per_batch
+        if too_long == "error" and is_too_long.any():
+            index = int(numpy.flatnonzero(is_too_long)[0])
             raise DataError(
-                f"sample {index} has {self.lengths[index]} tokens, and a batch at most {self.tokens_per_batch} ({int(is_long.sum())} "
-                "samples are longer); split or truncate them, give larger batches, or pass too_long='drop' or 'alone'"
+                f"sample {index} has {self.lengths[index]} tokens, and a batch at most {self.tokens_per_batch} "
+                f"({int(is_too_long.sum())} samples are longer); split or truncate them, give larger batches, or pass too_long='drop' or 'alone'"
             )
-        self._kept = numpy.flatnonzero(~is_long) if too_long == "drop" else numpy.arange(len(self.lengths))
+        self._kept = numpy.flatnonzero(~is_too_long) if too_long == "drop" else numpy.arange(len(self.lengths))
         self.num_dropped = len(self.lengths) - len(self._kept)
         if self.num_dropped:
             log.info("%d of %d samples are longer than a batch and left out", self.num_dropped, len(self.lengths))
         if not len(self._kept):
             raise DataError(f"all {len(self.lengths)} samples have more tokens than a batch ({self.tokens_per_batch})")
-        self._plan: tuple[int, list[list[int]]] | None = None
+        self._plan: tuple[int, list[list[int]]] | None = None  # epoch, and its batches
 
     def set_epoch(self, epoch: int) -> None:
         """Select an epoch. A prepared loader calls this method before each pass."""
@@ -157,16 +158,16 @@ class TokenBatchSampler(Sampler[list[int]]):
         order = self._kept
         if self.shuffle:
             order = order[draw_permutation(len(order), mix_seed(self.seed, self.epoch))]
-        mean = max(1.0, float(self.lengths[order].mean()))
-        window = max(1, int(_WINDOW * self.batches_per_update * self.tokens_per_batch / mean))
-        window = max(window, _WINDOW * 16)
+        mean_length = max(1.0, float(self.lengths[order].mean()))
+        tokens_per_window = _UPDATES_PER_WINDOW * self.batches_per_update * self.tokens_per_batch
+        window = max(int(tokens_per_window / mean_length), _SMALLEST_WINDOW)
         batches: list[list[int]] = []
         for start in range(0, len(order), window):
-            part = order[start : start + window]
-            batches += self._cut_into_batches(part[numpy.argsort(-self.lengths[part], kind="stable")])
+            samples = order[start : start + window]
+            batches += self._split_into_batches(samples[numpy.argsort(-self.lengths[samples], kind="stable")])
         if self.shuffle:
-            places = draw_permutation(len(batches), mix_seed(self.seed, self.epoch, 1))
-            batches = [batches[place] for place in places]
+            batch_order = draw_permutation(len(batches), mix_seed(self.seed, self.epoch, 1))
+            batches = [batches[index] for index in batch_order]
         return self._complete_updates(batches)
 
     def _complete_updates(self, batches: list[list[int]]) -> list[list[int]]:
@@ -178,26 +179,27 @@ class TokenBatchSampler(Sampler[list[int]]):
         Raises:
             DataError: If batches are missing, but no batch has two samples.
         """
-        missing = -len(batches) % self.batches_per_update
-        while missing:
-            place = max(
-                range(max(0, len(batches) - self.batches_per_update), len(batches)), key=lambda at: len(batches[at])
-            )
-            batch = batches[place]
-            if len(batch) < 2:
-                place = max(range(len(batches)), key=lambda at: len(batches[at]))
-                batch = batches[place]
+        num_missing = -len(batches) % self.batches_per_update
+        for _ in range(num_missing):
+            start_of_last = max(0, len(batches) - self.batches_per_update)
+            largest = max(range(start_of_last, len(batches)), key=lambda index: len(batches[index]))
+            if len(batches[largest]) < 2:
+                largest = max(range(len(batches)), key=lambda index: len(batches[index]))
+            batch = batches[largest]
             if len(batch) < 2:
                 raise DataError(
                     f"{len(self._kept)} samples do not fill the {self.batches_per_update} batches of an update; give more samples, "
                     "or a smaller global_batch_tokens"
                 )
-            batches[place : place + 1] = [batch[::2], batch[1::2]]
-            missing -= 1
+            # Every other sample, so that both halves have about the same lengths.
+            batches[largest : largest + 1] = [batch[::2], batch[1::2]]
         return batches
 
-    def _cut_into_batches(self, indices: Any) -> list[list[int]]:
-        """Divide samples into batches. The samples must be sorted by decreasing length."""
+    def _split_into_batches(self, indices: Any) -> list[list[int]]:
+        """Divide samples into batches. The samples must be sorted by decreasing length.
+
+        The first sample of a batch is then its longest one, to which the others are padded.
+        """
         batches: list[list[int]] = []
         lengths = self.lengths[indices].tolist()
         start = 0
@@ -221,7 +223,8 @@ def read_lengths(lengths: Iterable[int]) -> Any:
     values = numpy.asarray(lengths if isinstance(lengths, numpy.ndarray | list) else list(lengths))
     if values.ndim != 1 or not len(values):
         raise DataError("there are no lengths; give the number of tokens of each sample")
-    if values.dtype.kind not in "iu" or values.min() < 1:
-        wrong = values if values.dtype.kind not in "iu" else values[values < 1]
-        raise DataError(f"a sample has {wrong.tolist()[0]!r} tokens; give whole numbers, 1 or more")
+    is_integer = values.dtype.kind in "iu"
+    if not is_integer or values.min() < 1:
+        invalid = values[values < 1] if is_integer else values
+        raise DataError(f"a sample has {invalid.tolist()[0]!r} tokens; give whole numbers, 1 or more")
     return values.astype(numpy.int64)

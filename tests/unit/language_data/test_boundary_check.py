@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from headway import PackingCollator, check_document_boundaries
 from headway.errors import PrepareError
-from headway.language_data.boundary_check import ProbeOutputs, judge_boundaries
+from headway.language_data.boundary_check import BoundaryVerdict, ProbeOutputs, judge_boundaries
 from headway.language_data.document_attention import make_document_mask
 
 WIDTH = 16
@@ -137,14 +137,11 @@ def test_model_with_uninformative_outputs_causes_a_warning(caplog: pytest.LogCap
 def test_rounding_is_distinguished_from_a_leak() -> None:
     packed, other = torch.ones(4, 8), torch.full((4, 8), 1.5)
     noisy = packed + 1e-6
-    assert judge_boundaries(ProbeOutputs(packed, noisy, other, control=noisy, alone=noisy), is_half=False) == ""
-    assert judge_boundaries(ProbeOutputs(packed, noisy, other, control=packed, alone=noisy), is_half=False) == "leak"
-    assert (
-        judge_boundaries(ProbeOutputs(packed, packed + 0.01, other, control=noisy, alone=None), is_half=False) == "leak"
-    )
-    assert (
-        judge_boundaries(ProbeOutputs(packed, packed * float("nan"), other, control=None, alone=None), True) == "leak"
-    )
+    nan = packed * float("nan")
+    assert judge_boundaries(ProbeOutputs(packed, noisy, other, noisy, noisy), False) is BoundaryVerdict.SEPARATE
+    assert judge_boundaries(ProbeOutputs(packed, noisy, other, packed, noisy), False) is BoundaryVerdict.LEAK
+    assert judge_boundaries(ProbeOutputs(packed, packed + 0.01, other, noisy, None), False) is BoundaryVerdict.LEAK
+    assert judge_boundaries(ProbeOutputs(packed, nan, other, None, None), True) is BoundaryVerdict.LEAK
 
 
 transformers = pytest.importorskip("transformers")
