@@ -66,8 +66,9 @@ def describe_changed_order(
     return (
         f"the iterable dataset {name} was left after {num_consumed} samples of an epoch, when {_describe_order(saved_order)}; now "
         f"{_describe_order(current_order)}. Its samples come in another order now, so some would be read twice and others never. Go "
-        "on with the same number of ranks, the same num_workers and the same batch size, or begin another epoch with loader.set_epoch(n). "
-        "A stream that is saved with num_workers=0 or 1 can go on with other numbers, and headway.ShardedDataset reads files with any"
+        "on with the same number of ranks, the same num_workers and the same batch size, or begin another epoch with "
+        "loader.set_epoch(n). A stream that is saved with num_workers=0 or 1 can go on with other numbers, and "
+        "headway.ShardedDataset reads files with any"
     )
 
 

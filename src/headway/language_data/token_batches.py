@@ -98,7 +98,8 @@ class TokenBatchSampler(Sampler[list[int]]):
             index = int(numpy.flatnonzero(is_too_long)[0])
             raise DataError(
                 f"sample {index} has {self.lengths[index]} tokens, and a batch at most {self.tokens_per_batch} "
-                f"({int(is_too_long.sum())} samples are longer); split or truncate them, give larger batches, or pass too_long='drop' or 'alone'"
+                f"({int(is_too_long.sum())} samples are longer); split or truncate them, give larger batches, or pass "
+                "too_long='drop' or 'alone'"
             )
         self._kept = numpy.flatnonzero(~is_too_long) if too_long == "drop" else numpy.arange(len(self.lengths))
         self.num_dropped = len(self.lengths) - len(self._kept)

@@ -37,14 +37,18 @@ class BlockTable:
     excluded: list[tuple[int, int]] = field(default_factory=list)
     num_skipped: int = 0
 
-    def add(self, offset: int, num_bytes: int, count: int) -> None:
+    def add_block(self, offset: int, num_bytes: int, count: int) -> None:
         """Append a block of `count` records in `num_bytes` bytes, which starts at byte `offset` of the file."""
         self.offsets.append(offset)
         self.sizes.append(num_bytes)
         self.counts.append(count)
 
     def to_arrays(self) -> dict[str, numpy.ndarray[Any, Any]]:
-        """Return the table as arrays that can be saved in a file."""
+        """Return the table as arrays that can be saved in a file.
+
+        "blocks" holds the rows of offsets, sizes and counts. "excluded" has one row (block, record) per damaged record.
+        "num_skipped" has no dimension.
+        """
         blocks = numpy.array([self.offsets, self.sizes, self.counts], numpy.int64).reshape(3, -1)
         excluded = numpy.array(self.excluded, numpy.int64).reshape(-1, 2)
         return {"blocks": blocks, "excluded": excluded, "num_skipped": numpy.array(self.num_skipped)}
@@ -53,7 +57,7 @@ class BlockTable:
     def from_arrays(arrays: Any) -> "BlockTable":
         """Build the table from the arrays that `to_arrays` returned."""
         offsets, sizes, counts = arrays["blocks"].tolist()
-        excluded = [(block, number) for block, number in arrays["excluded"].tolist()]
+        excluded = [(block, record) for block, record in arrays["excluded"].tolist()]
         return BlockTable(offsets, sizes, counts, excluded, int(arrays["num_skipped"]))
 
 
@@ -79,14 +83,14 @@ class RecordBlock(Protocol):
 
     num_bytes: int
 
-    def read(self, numbers: Sequence[int]) -> list[Any]:
+    def read_records(self, indices: Sequence[int]) -> list[Any]:
         """Return the records with the given indices in the block.
 
         Raises:
             DataError: If a record is damaged. The message names the file and the offset.
         """
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def drop_records(self, indices: Sequence[int]) -> None:
         """Remove the records with the given indices, so that later records get smaller indices."""
 
 
@@ -134,7 +138,7 @@ class ShardFormat(Protocol):
         """
 
 
-class SlotBlock:
+class LazyBlock:
     """Block that decodes each record when it is read, from a slot such as the bytes of a line.
 
     Args:
@@ -148,19 +152,19 @@ class SlotBlock:
         self._slots = slots
         self._decode = decode
 
-    def read(self, numbers: Sequence[int]) -> list[Any]:
+    def read_records(self, indices: Sequence[int]) -> list[Any]:
         """Return the records with the given indices in the block.
 
         Raises:
             DataError: If a record is damaged. It is raised by the function `decode`.
         """
         slots, decode = self._slots, self._decode
-        return [decode(slots[number]) for number in numbers]
+        return [decode(slots[index]) for index in indices]
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def drop_records(self, indices: Sequence[int]) -> None:
         """Remove the records with the given indices, so that later records get smaller indices."""
-        for number in sorted(numbers, reverse=True):
-            del self._slots[number]
+        for index in sorted(indices, reverse=True):
+            del self._slots[index]
 
 
 def describe_damage(name: str, offset: int, reason: object) -> str:

@@ -20,7 +20,7 @@ from headway.language_data.shards.storage import LocalFile, RangeReader
 
 _SUFFIX = ".copy"
 _POLL_SECONDS = 0.05
-_CHUNK = 2**22
+_CHUNK_BYTES = 2**22
 
 
 class LocalCopies:
@@ -52,35 +52,35 @@ class LocalCopies:
         path = self._folder / f"{key}{_SUFFIX}"
         while True:
             try:
-                opened = LocalFile(str(path))
-                os.utime(path)
-                return opened
+                local_file = LocalFile(str(path))
+                os.utime(path)  # marks it as recently used
+                return local_file
             except FileNotFoundError:
                 pass  # not written yet, or another process has just removed it
             with lock_file(path.with_suffix(".lock"), self._policy.limit, str(path)):
                 if not path.exists():
                     with open_replacement(path, has_other_writers=True) as staged, staged.open("wb") as file:
                         write(file)
-                    self._make_room(path)
+                    self._evict_files(path)
 
-    def _make_room(self, newest: Path) -> None:
+    def _evict_files(self, newest: Path) -> None:
         """Remove the least recently used files, except `newest`, until the total size is within the limit."""
-        found = []
+        files = []
         for path in self._folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
-                found.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if total <= self._max_bytes:
+                files.append((status.st_mtime_ns, status.st_size, path))
+        total_bytes = sum(num_bytes for _, num_bytes, _ in files)
+        for _, num_bytes, path in sorted(files):
+            if total_bytes <= self._max_bytes:
                 return
             if path != newest:
                 path.unlink(missing_ok=True)
                 path.with_suffix(".lock").unlink(missing_ok=True)
-                total -= size
+                total_bytes -= num_bytes
 
 
-class CopiedBlocks:
+class CachedRanges:
     """Reader of byte ranges of a remote file. Each range that it reads is cached in a local file.
 
     Args:
@@ -111,29 +111,29 @@ class CopiedBlocks:
 
 
 @contextlib.contextmanager
-def lock_file(path: Path, limit: float, what: str) -> Iterator[None]:
+def lock_file(path: Path, limit: float, description: str) -> Iterator[None]:
     """Hold an exclusive lock on a file during a `with` block. The operating system releases it if the process dies.
 
     Args:
         path: Lock file. It is created if necessary.
         limit: Seconds to wait for another process that holds the lock.
-        what: Description of what the lock protects, for messages.
+        description: Description of what the lock protects, for messages.
 
     Raises:
         DataError: If another process holds the lock for longer than `limit`.
         OSError: If the file system does not support locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    start = time.monotonic()
     with path.open("ab") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
-                if time.monotonic() - began > limit:
+                if time.monotonic() - start > limit:
                     raise DataError(
-                        f"another process has been writing {what} for {limit:g} s; look at that process"
+                        f"another process has been writing {description} for {limit:g} s; look at that process"
                     ) from error
                 time.sleep(_POLL_SECONDS)
         yield
@@ -141,4 +141,4 @@ def lock_file(path: Path, limit: float, what: str) -> Iterator[None]:
 
 def copy_stream(source: Any, target: Any) -> None:
     """Copy all bytes of one binary file object to another."""
-    shutil.copyfileobj(source, target, _CHUNK)
+    shutil.copyfileobj(source, target, _CHUNK_BYTES)

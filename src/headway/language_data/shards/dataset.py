@@ -32,9 +32,10 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-ShardPlaces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+ShardPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""Path, pattern or URL of shards, or a list of them."""
 _MDS_INDEX = "index.json"
-_MOST_OPEN_SHARDS = 64
+_MAX_OPEN_SHARDS = 64
 
 
 class ShardedDataset(Dataset[Any]):
@@ -99,7 +100,7 @@ class ShardedDataset(Dataset[Any]):
 
     def __init__(
         self,
-        shards: ShardPlaces,
+        shards: ShardPaths,
         format: str | None = None,  # noqa: A002  (the word that pandas and datasets use)
         *,
         shuffle: bool = False,
@@ -121,10 +122,10 @@ class ShardedDataset(Dataset[Any]):
         folder = get_cache_folder(cache_dir)
         self._access = ShardAccess(LocalCopies(folder / "copies", copy_bytes, policy), policy)
         self._files = _find_shards(shards, format, policy)
-        names = [choose_format(file.url, format) for file in self._files]
-        formats = [(name, build_format(name, columns)) for name in names]
+        format_names = [choose_format(file.url, format) for file in self._files]
+        formats = [(name, build_format(name, columns)) for name in format_names]
         tables = load_tables(self._files, formats, self._access, folder / "index", skips_damage=on_damage == "skip")
-        self._formats = [form for _, form in formats]
+        self._formats = [shard_format for _, shard_format in formats]
         self._blocks = _join_tables(self._files, tables)
         self.num_skipped = sum(table.num_skipped for table in tables)
         if not self._blocks.counts.sum():
@@ -134,13 +135,15 @@ class ShardedDataset(Dataset[Any]):
             log.warning("%d damaged records of %d files are left out", self.num_skipped, len(self._files))
         buffer_size = shuffle_buffer if shuffle else 0
         self._order = ShardOrder(self._blocks.counts, self._blocks.units, seed, buffer_size, stripes)
-        self._settings = shuffle, seed, shuffle_buffer, *((num_stripes, samples_per_step) if num_stripes > 1 else ())
+        self._settings: tuple[object, ...] = (shuffle, seed, shuffle_buffer)  # that determine the order
+        if num_stripes > 1:
+            self._settings += (num_stripes, samples_per_step)
         self.orders_samples = shuffle
         # Shared memory, because persistent workers keep their copy of the dataset from one epoch to the next.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._memory_bytes = memory_bytes
-        self._open = _OpenShards(self._files, self._formats, self._access)
-        self._cache = _BlockCache(memory_bytes)
+        self._open_shards = _OpenShards(self._files, self._formats, self._access)
+        self._block_cache = _BlockCache(memory_bytes)
         self.stall_limit = 0.0 if all(file.is_local for file in self._files) else stall_limit
 
     def __len__(self) -> int:
@@ -164,12 +167,12 @@ class ShardedDataset(Dataset[Any]):
             IndexError: If a position is out of range.
             DataError: If a record is damaged, or its storage does not respond.
         """
-        asked = numpy.asarray(positions, numpy.int64)
+        signed = numpy.asarray(positions, numpy.int64)
         length = len(self)
-        if len(asked) and not (-length <= int(asked.min()) and int(asked.max()) < length):
+        if len(signed) and not (-length <= int(signed.min()) and int(signed.max()) < length):
             raise IndexError(f"positions {min(positions)} to {max(positions)} of a dataset with {length} records")
-        places = self._order.locate(numpy.where(asked < 0, asked + length, asked), int(self._epoch))
-        return self._read_records(places)
+        locations = self._order.locate(numpy.where(signed < 0, signed + length, signed), int(self._epoch))
+        return self._read_records(locations)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the records in the order of the current epoch."""
@@ -196,7 +199,7 @@ class ShardedDataset(Dataset[Any]):
         return digest.hexdigest()[:32]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fingerprint of the data. The position is saved by the loader."""
+        """Return {"source": fingerprint of the data and its order}. The position is saved by the loader."""
         return {"source": self.source_fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,29 +217,30 @@ class ShardedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling, without open files and cached blocks."""
-        fresh = {
-            "_open": _OpenShards(self._files, self._formats, self._access),
-            "_cache": _BlockCache(self._memory_bytes),
+        empty_caches = {
+            "_open_shards": _OpenShards(self._files, self._formats, self._access),
+            "_block_cache": _BlockCache(self._memory_bytes),
         }
-        return self.__dict__ | fresh
+        return self.__dict__ | empty_caches
 
-    def _read_records(self, places: RecordLocations) -> list[Any]:
-        records: list[Any] = [None] * len(places.blocks)
-        by_block: dict[int, list[int]] = {}
-        for number, block in enumerate(places.blocks.tolist()):
-            by_block.setdefault(block, []).append(number)
-        numbers = places.numbers.tolist()
-        for block, members in by_block.items():
-            found = self._get_block(block).read([numbers[member] for member in members])
-            for member, record in zip(members, found):
-                records[member] = record
+    def _read_records(self, locations: RecordLocations) -> list[Any]:
+        """Return records in the order of their locations, reading all records of a block at once."""
+        records: list[Any] = [None] * len(locations.blocks)
+        places_by_block: dict[int, list[int]] = {}  # places in `records`
+        for place, block in enumerate(locations.blocks.tolist()):
+            places_by_block.setdefault(block, []).append(place)
+        indices = locations.indices.tolist()
+        for block, places in places_by_block.items():
+            block_records = self._get_block(block).read_records([indices[place] for place in places])
+            for place, record in zip(places, block_records):
+                records[place] = record
         return records
 
     def _get_block(self, number: int) -> RecordBlock:
-        block = self._cache.get(number)
+        block = self._block_cache.get(number)
         if block is None:
             block = self._load_block(number)
-            if self._cache.add(number, block):
+            if self._block_cache.add(number, block):
                 log.warning_once(
                     "blocks of shards are read repeatedly, because those of one shuffle buffer need more memory than "
                     "memory_bytes (%s): allow more, or use a smaller shuffle_buffer (and leave out shuffle=True in the DataLoader)",
@@ -247,12 +251,13 @@ class ShardedDataset(Dataset[Any]):
     def _load_block(self, number: int) -> RecordBlock:
         blocks = self._blocks
         shard = int(blocks.shards[number])
-        reader, opened = self._open.get(shard)
+        reader, open_shard = self._open_shards.get(shard)
         offset, size = int(blocks.offsets[number]), int(blocks.sizes[number])
         excluded = blocks.excluded.get(number, [])
-        block = opened.decode(reader.read_range(offset, size), offset, int(blocks.counts[number]) + len(excluded))
+        count = int(blocks.counts[number]) + len(excluded)
+        block = open_shard.decode(reader.read_range(offset, size), offset, count)
         if excluded:
-            block.drop(excluded)
+            block.drop_records(excluded)
         return block
 
 
@@ -291,8 +296,8 @@ def _join_tables(files: Sequence[ShardFile], tables: Sequence[BlockTable]) -> _A
     for number, (file, table) in enumerate(zip(files, tables)):
         for block, record in table.excluded:
             excluded.setdefault(len(shards) + block, []).append(record)
-        is_whole = choose_compression(file.url) is not None
-        starts_unit += [not (is_whole and block) for block in range(len(table.counts))]
+        is_compressed = choose_compression(file.url) is not None
+        starts_unit += [block == 0 or not is_compressed for block in range(len(table.counts))]
         shards += [number] * len(table.counts)
     counts = numpy.array([count for table in tables for count in table.counts], numpy.int64)
     for block, records in excluded.items():
@@ -320,20 +325,21 @@ class _OpenShards:
         self._files = files
         self._formats = formats
         self._access = access
-        self._open: OrderedDict[int, tuple[RangeReader, OpenShard]] = OrderedDict()
+        self._cache: OrderedDict[int, tuple[RangeReader, OpenShard]] = OrderedDict()
 
     def get(self, number: int) -> tuple[RangeReader, OpenShard]:
         """Return the reader and the opened shard of the file with this index, and open it if necessary."""
-        found = self._open.get(number)
-        if found is None:
+        cached = self._cache.get(number)
+        if cached is None:
             file = self._files[number]
-            reader, num_bytes = self._access.open_content(file, keeps_blocks=True)
-            found = reader, self._formats[number].open(reader, num_bytes, describe_content(file))
-            while len(self._open) >= _MOST_OPEN_SHARDS:
-                self._open.popitem(last=False)[1][0].close()
-            self._open[number] = found
-        self._open.move_to_end(number)
-        return found
+            reader, num_bytes = self._access.open_content(file, caches_ranges=True)
+            cached = reader, self._formats[number].open(reader, num_bytes, describe_content(file))
+            while len(self._cache) >= _MAX_OPEN_SHARDS:
+                _, (oldest_reader, _) = self._cache.popitem(last=False)
+                oldest_reader.close()
+            self._cache[number] = cached
+        self._cache.move_to_end(number)
+        return cached
 
 
 class _BlockCache:
@@ -347,8 +353,8 @@ class _BlockCache:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._blocks: OrderedDict[int, RecordBlock] = OrderedDict()
-        self._evicted: OrderedDict[int, None] = OrderedDict()
-        self._num_repeated = 0
+        self._recently_evicted: OrderedDict[int, None] = OrderedDict()  # an ordered set of the last 16 blocks
+        self._num_reloaded = 0
 
     def get(self, number: int) -> RecordBlock | None:
         """Return the block with this index, or None if it is not cached."""
@@ -363,47 +369,49 @@ class _BlockCache:
         Returns:
             Whether more than 100 blocks were added again soon after their eviction. The limit is then too small.
         """
-        self._num_repeated += number in self._evicted
+        self._num_reloaded += number in self._recently_evicted
         self._blocks[number] = block
         self._num_bytes += block.num_bytes
         while self._num_bytes > self._max_bytes and len(self._blocks) > 1:
-            old, released = self._blocks.popitem(last=False)
-            self._num_bytes -= released.num_bytes
-            self._evicted[old] = None
-            if len(self._evicted) > 16:
-                self._evicted.popitem(last=False)
-        return self._num_repeated > 100
+            evicted_number, evicted_block = self._blocks.popitem(last=False)
+            self._num_bytes -= evicted_block.num_bytes
+            self._recently_evicted[evicted_number] = None
+            if len(self._recently_evicted) > 16:
+                self._recently_evicted.popitem(last=False)
+        return self._num_reloaded > 100
 
 
-def _find_shards(places: ShardPlaces, form: str | None, policy: RetryPolicy) -> list[ShardFile]:
-    """Return the shard files that are denoted by paths, patterns and URLs.
+def _find_shards(paths: ShardPaths, format_name: str | None, policy: RetryPolicy) -> list[ShardFile]:
+    """Return the shard files that paths, patterns and URLs refer to.
 
     The folder or the index of an MDS dataset is replaced by the shards that the index lists.
 
     Args:
-        places: Path, pattern or URL, or a list of them.
-        form: Format that the user chose, or None.
+        paths: Path, pattern or URL, or a list of them.
+        format_name: Format that the user chose, or None.
         policy: Time limits of remote requests.
 
     Raises:
-        DataError: If a place is a folder without an MDS index, or matches no file, or a file is listed twice.
+        DataError: If a path is a folder without an MDS index, or matches no file, or a file is listed twice.
     """
-    listed = [places] if isinstance(places, str | os.PathLike) else list(places)
-    found: list[str | os.PathLike[str]] = []
-    for place in listed:
-        url = os.fspath(place)
-        is_folder = get_scheme(url) == "" and os.path.isdir(url)
-        if is_folder and (form == "mds" or os.path.isfile(os.path.join(url, _MDS_INDEX))):
+    path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    shard_paths: list[str | os.PathLike[str]] = []
+    for path in path_list:
+        url = os.fspath(path)
+        if get_scheme(url) == "" and os.path.isdir(url):
+            if format_name != "mds" and not os.path.isfile(os.path.join(url, _MDS_INDEX)):
+                raise DataError(f"{url} is a folder without an {_MDS_INDEX}; give a pattern, such as {url}/*.jsonl")
             url = join_url(url, _MDS_INDEX)
-        elif is_folder:
-            raise DataError(f"{url} is a folder without an {_MDS_INDEX}; give a pattern, such as {url}/*.jsonl")
-        elif form == "mds" and get_scheme(url) and not url.partition("?")[0].rpartition("/")[2].count("."):
-            url = join_url(url, _MDS_INDEX)
-        if url.rpartition("/")[2] == _MDS_INDEX and form in (None, "mds"):
-            found += list_shards(url, policy, find_files)
+        elif format_name == "mds" and get_scheme(url):
+            # Whether a URL is a folder cannot be checked in all storage, so a name without a suffix counts as one.
+            file_name = url.partition("?")[0].rpartition("/")[2]
+            if "." not in file_name:
+                url = join_url(url, _MDS_INDEX)
+        if url.rpartition("/")[2] == _MDS_INDEX and format_name in (None, "mds"):
+            shard_paths += list_shards(url, policy, find_files)
         else:
-            found.append(place)
-    return find_files(found, policy)
+            shard_paths.append(path)
+    return find_files(shard_paths, policy)
 
 
 def _check_arguments(

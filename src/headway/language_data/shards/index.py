@@ -19,7 +19,7 @@ import numpy
 from headway.common.atomic import open_replacement
 from headway.errors import DataError
 from headway.language_data.shards.blocks import BlockTable, OpenShard, RecordBlock, ShardFormat
-from headway.language_data.shards.copies import CopiedBlocks, LocalCopies, copy_stream, lock_file
+from headway.language_data.shards.copies import CachedRanges, LocalCopies, copy_stream, lock_file
 from headway.language_data.shards.formats import (
     DECOMPRESSION_ERRORS,
     choose_compression,
@@ -33,7 +33,7 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _VERSION = 1
-_THREADS = 8
+_NUM_THREADS = 8
 _INDEX_LIMIT = 86_400.0
 """Maximum seconds that a process waits while another one builds an index."""
 
@@ -50,14 +50,14 @@ class ShardAccess:
     copies: LocalCopies
     policy: RetryPolicy
 
-    def open_content(self, file: ShardFile, *, keeps_blocks: bool) -> tuple[RangeReader, int]:
+    def open_content(self, file: ShardFile, *, caches_ranges: bool) -> tuple[RangeReader, int]:
         """Open a file, and return a pair of (reader of the content, size of the content in bytes).
 
         A compressed file is first decompressed into a local copy, unless the copy exists.
 
         Args:
             file: File to read.
-            keeps_blocks: Whether each byte range that is read from an uncompressed remote file is kept as a local copy.
+            caches_ranges: Whether each byte range that is read from an uncompressed remote file is kept as a local copy.
 
         Raises:
             DataError: If a compressed file cannot be read or decompressed, or another process takes too long to do so.
@@ -65,14 +65,19 @@ class ShardAccess:
         """
         compression = choose_compression(file.url)
         if compression is not None:
-            copied = self.copies.open(file.key, lambda target: self._decompress_to(file, compression, target))
-            return copied, copied.num_bytes
+            local_file = self.copies.open(file.key, lambda target: self._decompress_to(file, compression, target))
+            return local_file, local_file.num_bytes
         reader = open_ranges(file, self.policy)
-        if keeps_blocks and not file.is_local:
-            reader = CopiedBlocks(reader, self.copies, file.key)
+        if caches_ranges and not file.is_local:
+            reader = CachedRanges(reader, self.copies, file.key)
         return reader, file.num_bytes
 
     def _decompress_to(self, file: ShardFile, compression: str, target: Any) -> None:
+        """Write the decompressed content of a file to a binary file object.
+
+        Raises:
+            DataError: If the compressed data are damaged or cannot be read.
+        """
         source = io.BufferedReader(ReaderFile(open_ranges(file, self.policy), file.num_bytes), 2**22)
         try:
             copy_stream(open_decompressed(source, compression), target)
@@ -115,15 +120,15 @@ def load_tables(
     """
 
     def load_table(number: int) -> BlockTable:
-        file, (name, form) = files[number], formats[number]
-        path = _name_index(folder, file, name, skips_damage)
+        file, (format_name, shard_format) = files[number], formats[number]
+        path = _get_index_path(folder, file, format_name, skips_damage)
         table = _read_index(path)
         if table is not None:
             return table
         with lock_file(path.with_suffix(".lock"), _INDEX_LIMIT, f"the index of {file.url}"):
             table = _read_index(path)
             if table is None:
-                table = scan_shard(file, form, access, skips_damage)
+                table = scan_shard(file, shard_format, access, skips_damage)
                 with open_replacement(path, has_other_writers=True) as staged, staged.open("wb") as target:
                     arrays = table.to_arrays()
                     numpy.savez(
@@ -134,16 +139,17 @@ def load_tables(
     for file in files:
         require_decompressor(file.url)
     # Use several threads, because scans of remote files mostly wait for the network. Scans of local files gain less.
-    with ThreadPoolExecutor(min(_THREADS, max(1, len(files)))) as pool:
+    with ThreadPoolExecutor(min(_NUM_THREADS, max(1, len(files)))) as pool:
         return list(pool.map(load_table, range(len(files))))
 
 
-def _name_index(folder: Path, file: ShardFile, name: str, skips_damage: bool) -> Path:
-    options = hashlib.sha256(f"{_VERSION} {name} {skips_damage}".encode()).hexdigest()[:8]
+def _get_index_path(folder: Path, file: ShardFile, format_name: str, skips_damage: bool) -> Path:
+    options = hashlib.sha256(f"{_VERSION} {format_name} {skips_damage}".encode()).hexdigest()[:8]
     return folder / f"{file.key}-{options}.npz"
 
 
 def _read_index(path: Path) -> BlockTable | None:
+    """Return the block table in an index file; None if the file does not exist or is damaged."""
     with (
         contextlib.suppress(FileNotFoundError, ValueError, KeyError, zipfile.BadZipFile, EOFError),
         numpy.load(path) as arrays,
@@ -152,12 +158,12 @@ def _read_index(path: Path) -> BlockTable | None:
     return None
 
 
-def scan_shard(file: ShardFile, form: ShardFormat, access: ShardAccess, skips_damage: bool) -> BlockTable:
+def scan_shard(file: ShardFile, shard_format: ShardFormat, access: ShardAccess, skips_damage: bool) -> BlockTable:
     """Scan a shard, and return a table of its blocks: where each one begins, and how many records it contains.
 
     Args:
         file: Shard to scan.
-        form: Reader of the shard's format.
+        shard_format: Reader of the shard's format.
         access: Cache folder and retry policy with which the content of the shard is opened.
         skips_damage: Whether to read all records and to leave out damaged ones.
 
@@ -166,8 +172,8 @@ def scan_shard(file: ShardFile, form: ShardFormat, access: ShardAccess, skips_da
             be skipped.
     """
     name = describe_content(file)
-    reader, num_bytes = access.open_content(file, keeps_blocks=False)
-    scan = form.scan(reader, num_bytes, name)
+    reader, num_bytes = access.open_content(file, caches_ranges=False)
+    scan = shard_format.scan(reader, num_bytes, name)
     if not skips_damage:
         if scan.damage:
             raise DataError(f'{scan.damage}. Restore the file, or leave damaged records out by on_damage="skip"')
@@ -177,7 +183,7 @@ def scan_shard(file: ShardFile, form: ShardFormat, access: ShardAccess, skips_da
         table.num_skipped += 1
         log.warning("left out: %s", scan.damage)
     if scan.table.counts:
-        shard = form.open(reader, num_bytes, name)
+        shard = shard_format.open(reader, num_bytes, name)
         for offset, size, count in zip(scan.table.offsets, scan.table.sizes, scan.table.counts):
             _add_checked_block(table, shard, reader.read_range(offset, size), offset, size, count)
     return table
@@ -207,17 +213,17 @@ def _add_checked_block(
     damaged = _find_damaged(block, count)
     table.num_skipped += len(damaged)
     if len(damaged) < count:
-        table.excluded += [(len(table.counts), number) for number in damaged]
-        table.add(offset, size, count)
+        table.excluded += [(len(table.counts), index) for index in damaged]
+        table.add_block(offset, size, count)
 
 
 def _find_damaged(block: RecordBlock, count: int) -> list[int]:
     """Return the indices of a block's records that cannot be decoded."""
     damaged = []
-    for number in range(count):
+    for index in range(count):
         try:
-            block.read([number])
+            block.read_records([index])
         except DataError as error:
             log.warning("left out: %s", error)
-            damaged.append(number)
+            damaged.append(index)
     return damaged

@@ -7,8 +7,8 @@ from headway.errors import DataError
 from headway.language_data.shards.blocks import (
     BLOCK_BYTES,
     BlockTable,
+    LazyBlock,
     ShardScan,
-    SlotBlock,
     check_count,
     describe_damage,
 )
@@ -16,6 +16,7 @@ from headway.language_data.shards.storage import RangeReader
 
 _READ_BYTES = 8 * 2**20
 _LINE_OVERHEAD = 50
+"""Approximate memory of a `bytes` object and its place in a list, in bytes, in addition to its content."""
 
 
 class JsonLines:
@@ -28,23 +29,24 @@ class JsonLines:
         `ShardFormat.scan` for the arguments.
         """
         table = BlockTable()
-        begin = 0
-        pending = b""
+        pending = b""  # bytes that were read but belong to no block yet
+        pending_start = 0  # their byte offset in the file
         for offset in range(0, num_bytes, _READ_BYTES):
             pending += reader.read_range(offset, _READ_BYTES)
             is_end = offset + _READ_BYTES >= num_bytes
-            used = 0
-            while len(pending) - used >= BLOCK_BYTES or (is_end and used < len(pending)):
-                cut = pending.find(b"\n", min(used + BLOCK_BYTES, len(pending)) - 1) + 1
-                if not cut and not is_end:
+            begin = 0
+            while len(pending) - begin >= BLOCK_BYTES or (is_end and begin < len(pending)):
+                # The block ends with the first line that ends at or after BLOCK_BYTES.
+                end = pending.find(b"\n", min(begin + BLOCK_BYTES, len(pending)) - 1) + 1
+                if not end and not is_end:
                     break
-                cut = cut or len(pending)
-                count = sum(1 for line in pending[used:cut].split(b"\n") if line.strip())
+                end = end or len(pending)
+                count = sum(1 for line in pending[begin:end].split(b"\n") if line.strip())
                 if count:
-                    table.add(begin + used, cut - used, count)
-                used = cut
-            begin += used
-            pending = pending[used:]
+                    table.add_block(pending_start + begin, end - begin, count)
+                begin = end
+            pending_start += begin
+            pending = pending[begin:]
         return ShardScan(table)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenJsonLines":
@@ -62,7 +64,7 @@ class OpenJsonLines:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def decode(self, data: memoryview, offset: int, count: int) -> SlotBlock:
+    def decode(self, data: memoryview, offset: int, count: int) -> LazyBlock:
         """Split a block into lines. Each line is parsed when it is read.
 
         See `OpenShard.decode` for the arguments.
@@ -70,8 +72,8 @@ class OpenJsonLines:
         Raises:
             DataError: If the block does not have `count` records.
         """
-        everything = bytes(data).split(b"\n")
-        lines = [line for line in everything if line.strip()]
+        all_lines = bytes(data).split(b"\n")
+        lines = [line for line in all_lines if line.strip()]
         check_count(len(lines), count, self._name, offset)
         name = self._name
 
@@ -79,8 +81,9 @@ class OpenJsonLines:
             try:
                 return json.loads(line)
             except (ValueError, RecursionError) as error:
-                place = next(number for number, each in enumerate(everything) if each is line)
-                begin = offset + sum(len(each) + 1 for each in everything[:place])
-                raise DataError(describe_damage(name, begin, error)) from error
+                # Offsets are needed only for this message. Lines can be equal, so find this one by identity.
+                line_index = next(index for index, each in enumerate(all_lines) if each is line)
+                line_offset = offset + sum(len(each) + 1 for each in all_lines[:line_index])
+                raise DataError(describe_damage(name, line_offset, error)) from error
 
-        return SlotBlock(lines, parse_line, len(data) + _LINE_OVERHEAD * len(lines))
+        return LazyBlock(lines, parse_line, len(data) + _LINE_OVERHEAD * len(lines))

@@ -18,8 +18,8 @@ from headway.errors import DataError
 from headway.language_data.shards.blocks import (
     BLOCK_BYTES,
     BlockTable,
+    LazyBlock,
     ShardScan,
-    SlotBlock,
     check_count,
     describe_damage,
 )
@@ -27,6 +27,8 @@ from headway.language_data.shards.retry import RetryPolicy
 from headway.language_data.shards.storage import RangeReader, join_url, open_ranges
 
 _UINT32 = struct.Struct("<I")
+_RECORD_OVERHEAD = 100
+"""Approximate memory of a sample's slot, in bytes."""
 _SCALARS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)] + ["float16", "float32", "float64"]
 _ARRAY_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
@@ -37,7 +39,7 @@ _SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 Decoder = Callable[[bytes], Any]
 
 
-def list_shards(index_url: str, policy: RetryPolicy, find: Callable[[str, RetryPolicy], Any]) -> list[str]:
+def list_shards(index_url: str, policy: RetryPolicy, find_files: Callable[[str, RetryPolicy], Any]) -> list[str]:
     """Return the URLs of the shards that an `index.json` lists.
 
     If the index lists a shard in compressed and in uncompressed form, the compressed file is chosen.
@@ -45,15 +47,15 @@ def list_shards(index_url: str, policy: RetryPolicy, find: Callable[[str, RetryP
     Args:
         index_url: Path or URL of the index.
         policy: Time limits of remote requests.
-        find: Function that returns the files (`ShardFile`) of a path or URL.
+        find_files: Function that returns the files (`ShardFile`) of a path or URL.
 
     Raises:
         DataError: If the index is missing, is not an index of MDS shards, or lists no shards.
     """
-    found = find(index_url, policy)
-    if not found:
+    files = find_files(index_url, policy)
+    if not files:
         raise DataError(f"{index_url} does not exist; an MDS dataset has an index.json beside its shards")
-    file = found[0]
+    file = files[0]
     try:
         index = json.loads(bytes(open_ranges(file, policy).read_range(0, file.num_bytes)))
         shards = [(shard["format"], shard.get("zip_data") or shard["raw_data"]) for shard in index["shards"]]
@@ -79,16 +81,17 @@ class MDS:
         offsets = read_offsets(reader, num_bytes, name)
         table = BlockTable()
         damage = ""
-        first = 0
-        for number in range(1, len(offsets)):
-            if offsets[number] > num_bytes or offsets[number] < offsets[number - 1]:
-                damage = describe_damage(name, offsets[number - 1], f"it ends at byte {offsets[number]} of {num_bytes}")
-                if number - 1 > first:
-                    table.add(offsets[first], offsets[number - 1] - offsets[first], number - 1 - first)
+        first = 0  # index of the block's first sample
+        for sample, (begin, end) in enumerate(pairwise(offsets)):
+            if end > num_bytes or end < begin:
+                damage = describe_damage(name, begin, f"it ends at byte {end} of {num_bytes}")
+                if sample > first:
+                    table.add_block(offsets[first], begin - offsets[first], sample - first)
                 break
-            if offsets[number] - offsets[first] >= BLOCK_BYTES or number == len(offsets) - 1:
-                table.add(offsets[first], offsets[number] - offsets[first], number - first)
-                first = number
+            is_last = sample == len(offsets) - 2
+            if end - offsets[first] >= BLOCK_BYTES or is_last:
+                table.add_block(offsets[first], end - offsets[first], sample + 1 - first)
+                first = sample + 1
         return ShardScan(table, damage)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenMDS":
@@ -121,20 +124,22 @@ def read_offsets(reader: RangeReader, num_bytes: int, name: str) -> list[int]:
     Raises:
         DataError: If the file is too short for its own header.
     """
-    head = reader.read_range(0, _UINT32.size)
-    count = _UINT32.unpack(head)[0] if len(head) == _UINT32.size else num_bytes
-    raw = b"" if count >= num_bytes else reader.read_range(_UINT32.size, _UINT32.size * (count + 1))
-    if len(raw) != _UINT32.size * (count + 1):
+    count_field = reader.read_range(0, _UINT32.size)
+    num_samples = _UINT32.unpack(count_field)[0] if len(count_field) == _UINT32.size else num_bytes
+    # A count that cannot be right would make the process allocate up to 16 GiB.
+    is_possible = num_samples < num_bytes
+    raw = reader.read_range(_UINT32.size, _UINT32.size * (num_samples + 1)) if is_possible else b""
+    if len(raw) != _UINT32.size * (num_samples + 1):
         raise DataError(describe_damage(name, 0, "the header of an MDS shard is incomplete"))
     return [int(offset) for offset in numpy.frombuffer(raw, "<u4")]
 
 
-def find_decoder(encoding: str, what: str) -> Decoder:
+def find_decoder(encoding: str, description: str) -> Decoder:
     """Return the function that decodes values of an MDS encoding.
 
     Args:
         encoding: Name of the encoding, such as "str" or "ndarray:int32".
-        what: File and column, for messages.
+        description: File and column, for messages.
 
     Raises:
         DataError: If the encoding is not supported.
@@ -159,10 +164,10 @@ def find_decoder(encoding: str, what: str) -> Decoder:
             sizes = tuple(int(size) for size in shape.split(",")) if shape else None
             numpy.dtype(name or None)
         except (ValueError, TypeError) as error:
-            raise DataError(f"{what} has the encoding {encoding!r}, which is not an array: {error}") from error
+            raise DataError(f"{description} has the encoding {encoding!r}, which is not an array: {error}") from error
         return lambda data: decode_array(data, name, sizes)
     raise DataError(
-        f"{what} has the encoding {encoding!r}, which is not supported; supported are {', '.join([*simple, 'ndarray'])} and "
+        f"{description} has the encoding {encoding!r}, which is not supported; supported are {', '.join([*simple, 'ndarray'])} and "
         "NumPy's numbers. Store images as bytes, and objects as JSON instead of pickles"
     )
 
@@ -175,16 +180,17 @@ def decode_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> "num
         dtype: Name of the dtype; "" if `data` begins with the MDS code of the dtype.
         shape: Shape of the array; None if `data` contains it.
     """
-    at = 0
+    offset = 0
     if not dtype:
         dtype = _ARRAY_DTYPES[data[0]]
-        at = 1
+        offset = 1
     if shape is None:
-        num_dims, width = data[at] >> 2, data[at] & 3
-        end = at + 1 + (num_dims << width)
-        shape = tuple(int(size) for size in numpy.frombuffer(data[at + 1 : end], _SHAPE_DTYPES[width]))
-        at = end
-    flat = numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"), offset=at)
+        # One byte holds the number of dimensions and the width of the sizes (log2 of bytes), which follow it.
+        num_dims, width = data[offset] >> 2, data[offset] & 3
+        shape_end = offset + 1 + (num_dims << width)
+        shape = tuple(int(size) for size in numpy.frombuffer(data[offset + 1 : shape_end], _SHAPE_DTYPES[width]))
+        offset = shape_end
+    flat = numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"), offset=offset)
     # Copy, because an array over bytes is read-only, and a collate function may want to write to it.
     array: numpy.ndarray[Any, Any] = flat.reshape(shape).copy()
     return array
@@ -204,12 +210,12 @@ class OpenMDS:
         self, offsets: list[int], decoders: list[tuple[str, Decoder]], sizes: list[int | None], name: str
     ) -> None:
         self._offsets = offsets
-        self._first = {offset: number for number, offset in enumerate(offsets)}
+        self._sample_at = {offset: sample for sample, offset in enumerate(offsets)}
         self._decoders = decoders
         self._sizes = sizes
         self._name = name
 
-    def decode(self, data: memoryview, offset: int, count: int) -> SlotBlock:
+    def decode(self, data: memoryview, offset: int, count: int) -> LazyBlock:
         """Split a block into samples. Each sample is decoded when it is read.
 
         See `OpenShard.decode` for the arguments.
@@ -217,31 +223,37 @@ class OpenMDS:
         Raises:
             DataError: If no block of `count` samples begins at `offset`.
         """
-        first = self._first.get(offset, len(self._offsets))
+        first = self._sample_at.get(offset, len(self._offsets))
         check_count(len(self._offsets[first : first + count]), count, self._name, offset)
-        begins = self._offsets[first : first + count + 1]
-        slots = [(begin - offset, end - offset) for begin, end in pairwise(begins)]
+        bounds = self._offsets[first : first + count + 1]
+        slots = [(begin - offset, end - offset) for begin, end in pairwise(bounds)]
 
         def decode_sample(slot: tuple[int, int]) -> dict[str, Any]:
+            begin, end = slot
             try:
-                return self._decode_columns(bytes(data[slot[0] : slot[1]]))
+                return self._decode_columns(bytes(data[begin:end]))
             except (ValueError, KeyError, IndexError, struct.error) as error:
-                raise DataError(describe_damage(self._name, offset + slot[0], error)) from error
+                raise DataError(describe_damage(self._name, offset + begin, error)) from error
 
-        return SlotBlock(slots, decode_sample, len(data) + 100 * count)
+        return LazyBlock(slots, decode_sample, len(data) + _RECORD_OVERHEAD * count)
 
     def _decode_columns(self, sample: bytes) -> dict[str, Any]:
-        at = 0
+        """Return a sample's values by column.
+
+        A sample begins with the sizes of the columns whose sizes vary. The values of all columns follow.
+        """
+        position = 0
         sizes: list[int] = []
-        for size in self._sizes:
-            if not size:
-                (size,) = _UINT32.unpack_from(sample, at)
-                at += _UINT32.size
-            sizes.append(size)
-        if at + sum(sizes) != len(sample):
-            raise DataError(f"its columns have {at + sum(sizes)} bytes instead of {len(sample)}")
+        for fixed_size in self._sizes:
+            if fixed_size:
+                sizes.append(fixed_size)
+            else:
+                sizes.append(_UINT32.unpack_from(sample, position)[0])
+                position += _UINT32.size
+        if position + sum(sizes) != len(sample):
+            raise DataError(f"its columns have {position + sum(sizes)} bytes instead of {len(sample)}")
         record = {}
         for (column, decode), size in zip(self._decoders, sizes):
-            record[column] = decode(sample[at : at + size])
-            at += size
+            record[column] = decode(sample[position : position + size])
+            position += size
         return record

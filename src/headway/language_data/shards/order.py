@@ -21,6 +21,8 @@ Hashes = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
 _NUM_KEPT_WINDOWS = 8
 _MASK = 2**64 - 1
+_INCREMENT = 0x9E3779B97F4A7C15
+"""Increment of the SplitMix64 generator: 2**64 divided by the golden ratio."""
 
 
 class RecordLocations(NamedTuple):
@@ -28,11 +30,11 @@ class RecordLocations(NamedTuple):
 
     Attributes:
         blocks: Index of each record's block.
-        numbers: Index of each record in its block.
+        indices: Index of each record in its block.
     """
 
     blocks: Integers
-    numbers: Integers
+    indices: Integers
 
 
 class EpochPlan(NamedTuple):
@@ -53,11 +55,11 @@ class Stripes:
 
     Attributes:
         count: Number of stripes; 1 to read one position after another.
-        step_size: Number of records that all ranks together read per step: a multiple of `count`.
+        samples_per_step: Number of records that all ranks together read per step: a multiple of `count`.
     """
 
     count: int = 1
-    step_size: int = 1
+    samples_per_step: int = 1
 
     def interleave(self, positions: Integers, num_records: int) -> Integers:
         """Convert positions in the order in which ranks read to positions in the shuffled order.
@@ -69,10 +71,12 @@ class Stripes:
             positions: Positions in the order in which the ranks read.
             num_records: Number of records in the epoch.
         """
-        width, num_steps = self.step_size // self.count, num_records // self.step_size
-        steps, within = numpy.divmod(positions, self.step_size)
-        stripes, offsets = numpy.divmod(within, width)
-        return numpy.where(steps < num_steps, (stripes * num_steps + steps) * width + offsets, positions)
+        samples_per_stripe = self.samples_per_step // self.count  # in one step
+        num_steps = num_records // self.samples_per_step
+        steps, places_in_step = numpy.divmod(positions, self.samples_per_step)
+        stripes, places_in_stripe = numpy.divmod(places_in_step, samples_per_stripe)
+        interleaved = (stripes * num_steps + steps) * samples_per_stripe + places_in_stripe
+        return numpy.where(steps < num_steps, interleaved, positions)
 
 
 _ONE_STRIPE = Stripes()
@@ -101,8 +105,8 @@ class ShardOrder:
         self._stripes = stripes
         self._num_kept_windows = max(_NUM_KEPT_WINDOWS, 2 * stripes.count)
         self._num_records = int(counts.sum())
-        self._plan: tuple[int, EpochPlan] | None = None
-        self._windows: dict[tuple[int, int], Integers] = {}
+        self._plan: tuple[int, EpochPlan] | None = None  # epoch, and its plan
+        self._windows: dict[tuple[int, int], Integers] = {}  # permutations by (epoch, index of the window)
 
     def __len__(self) -> int:
         return self._num_records
@@ -114,26 +118,28 @@ class ShardOrder:
             positions = self._stripes.interleave(positions, self._num_records)
         if self._buffer_size:
             positions = self._shuffle_in_windows(positions, epoch)
-        ranks = numpy.searchsorted(plan.begins, positions, side="right") - 1
-        return RecordLocations(plan.blocks[ranks], positions - plan.begins[ranks])
+        places = numpy.searchsorted(plan.begins, positions, side="right") - 1
+        return RecordLocations(plan.blocks[places], positions - plan.begins[places])
 
     def _get_plan(self, epoch: int) -> EpochPlan:
-        key = epoch if self._buffer_size else 0
-        if self._plan is None or self._plan[0] != key:
-            self._plan = key, self._make_plan(key)
+        """Return the order of the blocks in an epoch. If blocks are not shuffled, all epochs have the plan of epoch 0."""
+        planned_epoch = epoch if self._buffer_size else 0
+        if self._plan is None or self._plan[0] != planned_epoch:
+            self._plan = planned_epoch, self._make_plan(planned_epoch)
         return self._plan[1]
 
     def _make_plan(self, epoch: int) -> EpochPlan:
         blocks = numpy.arange(len(self._counts), dtype=numpy.int64)
         if self._buffer_size:
             num_units = int(self._units[-1]) + 1
-            order = permute(num_units, mix(self._seed, epoch, 0))
-            ranks = numpy.empty(num_units, numpy.int64)
-            ranks[order] = numpy.arange(num_units)
-            blocks = numpy.argsort(ranks[self._units], kind="stable")
+            unit_order = permute_numbers(num_units, hash_numbers(self._seed, epoch, 0))
+            place_of_unit = numpy.empty(num_units, numpy.int64)
+            place_of_unit[unit_order] = numpy.arange(num_units)
+            blocks = numpy.argsort(place_of_unit[self._units], kind="stable")
         return EpochPlan(blocks, numpy.concatenate([[0], numpy.cumsum(self._counts[blocks])]))
 
     def _shuffle_in_windows(self, positions: Integers, epoch: int) -> Integers:
+        """Convert positions in the shuffled order of records to positions in the order of blocks."""
         size = self._buffer_size
         windows = positions // size
         shuffled = numpy.empty_like(positions)
@@ -144,27 +150,31 @@ class ShardOrder:
         return shuffled
 
     def _get_window(self, epoch: int, window: int) -> Integers:
-        found = self._windows.get((epoch, window))
-        if found is None:
+        """Return the permutation of the records in a window, as indices within the window."""
+        permutation = self._windows.get((epoch, window))
+        if permutation is None:
             size = min(self._buffer_size, self._num_records - window * self._buffer_size)
-            found = permute(size, mix(self._seed, epoch, 1 + window))
+            permutation = permute_numbers(size, hash_numbers(self._seed, epoch, 1 + window))
             while len(self._windows) >= self._num_kept_windows:
-                del self._windows[next(iter(self._windows))]
-            self._windows[epoch, window] = found
-        return found
+                oldest = next(iter(self._windows))
+                del self._windows[oldest]
+            self._windows[epoch, window] = permutation
+        return permutation
 
 
-def permute(count: int, seed: int) -> Integers:
+def permute_numbers(count: int, seed: int) -> Integers:
     """Return a permutation of the numbers from 0 to `count - 1`, which depends only on `count` and the seed."""
     numbers = numpy.arange(count, dtype=numpy.uint64)
-    return numpy.argsort(_hash_values(numbers * numpy.uint64(0x9E3779B97F4A7C15) + numpy.uint64(seed)), kind="stable")
+    # The increment of SplitMix64, whose states are `seed + number * increment`.
+    hashes = _hash_values(numbers * numpy.uint64(_INCREMENT) + numpy.uint64(seed))
+    return numpy.argsort(hashes, kind="stable")
 
 
-def mix(*values: int) -> int:
+def hash_numbers(*values: int) -> int:
     """Hash several integers to a 64-bit number, which depends on all of them and their order."""
     state = numpy.uint64(0)
     for value in values:
-        state = _hash_values(numpy.array([(int(state) + value + 0x9E3779B97F4A7C15) & _MASK], numpy.uint64))[0]
+        state = _hash_values(numpy.array([(int(state) + value + _INCREMENT) & _MASK], numpy.uint64))[0]
     return int(state)
 
 

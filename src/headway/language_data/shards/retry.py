@@ -33,7 +33,8 @@ class RetryPolicy:
     """Time limits of reads from remote storage.
 
     Attributes:
-        limit: Seconds for which one read is repeated before it fails with an error.
+        limit: Seconds for which one read is repeated before it fails with an error. `ShardedDataset` calls this limit
+            `stall_limit`.
         attempt_timeout: Seconds that one attempt may go without receiving data.
     """
 
@@ -41,40 +42,42 @@ class RetryPolicy:
     attempt_timeout: float = 30.0
 
 
-def read_with_retries(act: Callable[[], T], what: str, policy: RetryPolicy, began: float | None = None) -> T:
-    """Call `act` and return its result. The call is repeated while it fails for a transient reason.
+def read_with_retries(read: Callable[[], T], description: str, policy: RetryPolicy) -> T:
+    """Call `read` and return its result. The call is repeated while it fails for a transient reason.
 
-    Errors of `act` other than OSError and HTTPException are passed on at once.
+    Errors of `read` other than OSError and HTTPException are passed on at once.
 
     Args:
-        act: Function that reads once.
-        what: Description of the read, with the name of the shard, for messages.
+        read: Function that reads once.
+        description: Description of the read, with the name of the shard, for messages.
         policy: Time limits.
-        began: Start of the time limit, on the monotonic clock. Default: now.
 
     Raises:
         DataError: If the storage refuses the read, or another attempt would exceed the limit. The message contains
-            `what` and the last error.
+            `description` and the last error.
     """
-    began = time.monotonic() if began is None else began
+    start = time.monotonic()
     pause, num_attempts = _FIRST_PAUSE, 0
     while True:
         num_attempts += 1
         try:
-            return act()
+            return read()
         except (OSError, http.client.HTTPException) as error:
             failure = error
         if not is_transient(failure):
-            raise DataError(f"{what} failed: {describe_error(failure)}") from failure
-        asked = read_retry_after(failure)
-        delay = pause * random.uniform(0.5, 1.0) if asked is None else asked
-        waited = time.monotonic() - began
-        if waited + delay > policy.limit:
+            raise DataError(f"{description} failed: {describe_error(failure)}") from failure
+        retry_after = read_retry_after(failure)
+        # Random pauses keep the ranks from repeating their requests at the same time.
+        delay = pause * random.uniform(0.5, 1.0) if retry_after is None else retry_after
+        elapsed = time.monotonic() - start
+        if elapsed + delay > policy.limit:
             raise DataError(
-                f"{what} failed {num_attempts} times in {waited:.0f} s, the last time with: {describe_error(failure)}. Check that "
-                f"the storage responds, or allow more than stall_limit={policy.limit:g} seconds"
+                f"{description} failed {num_attempts} times in {elapsed:.0f} s, the last time with: {describe_error(failure)}. Check "
+                f"that the storage responds, or allow more than stall_limit={policy.limit:g} seconds"
             ) from failure
-        log.warning_once("%s failed and is repeated for up to %g s: %s", what, policy.limit, describe_error(failure))
+        log.warning_once(
+            "%s failed and is repeated for up to %g s: %s", description, policy.limit, describe_error(failure)
+        )
         time.sleep(delay)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

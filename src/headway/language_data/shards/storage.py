@@ -78,36 +78,38 @@ def join_url(folder: str, name: str) -> str:
 
 
 def find_files(
-    places: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], policy: RetryPolicy
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], policy: RetryPolicy
 ) -> list[ShardFile]:
-    """Return the files that match paths, patterns and URLs, in the order of `places`.
+    """Return the files that match paths, patterns and URLs, in the order of `paths`.
 
     The matches of a pattern are sorted.
 
     Args:
-        places: Paths, URLs, or patterns with `*`, `?` and `[...]`. Patterns are not supported for `http://`.
+        paths: Paths, URLs, or patterns with `*`, `?` and `[...]`, or one of them. Patterns are not supported for
+            `http://`.
         policy: Time limits of remote requests.
 
     Raises:
-        DataError: If `places` is empty, a place matches no file, or a file is listed twice. Also if remote storage
-            refuses the request, or does not respond in time.
+        DataError: If `paths` is empty, a path matches no file, or a file is listed twice. Also if remote storage refuses
+            the request, or does not respond in time.
+        OptionalDependencyMissing: If fsspec is needed and not installed.
     """
-    listed = [places] if isinstance(places, str | os.PathLike) else list(places)
-    found: list[ShardFile] = []
-    for place in listed:
-        url = os.fspath(place).removeprefix("file://")
+    path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    files: list[ShardFile] = []
+    for path in path_list:
+        url = os.fspath(path).removeprefix("file://")
         matches = expand_pattern(url, policy)
         if not matches:
             raise DataError(f"no file matches {url!r}; give the path, pattern or URL of at least one shard")
-        found += matches
-    if not found:
+        files += matches
+    if not files:
         raise DataError("the list of shards is empty; give the path, pattern or URL of at least one shard")
-    seen: set[str] = set()
-    for file in found:
-        if file.url in seen:
+    urls: set[str] = set()
+    for file in files:
+        if file.url in urls:
             raise DataError(f"the shard {file.url} is named twice, so its records would be read twice; name it once")
-        seen.add(file.url)
-    return found
+        urls.add(file.url)
+    return files
 
 
 def expand_pattern(url: str, policy: RetryPolicy) -> list[ShardFile]:
@@ -122,7 +124,9 @@ def expand_pattern(url: str, policy: RetryPolicy) -> list[ShardFile]:
     """
     scheme, has_wildcards = get_scheme(url), not _WILDCARDS.isdisjoint(url)
     if not scheme:
-        names = sorted(glob.glob(url, recursive=True)) if has_wildcards and not os.path.exists(url) else [url]
+        # The name of an existing file may contain the characters of a pattern.
+        is_pattern = has_wildcards and not os.path.exists(url)
+        names = sorted(glob.glob(url, recursive=True)) if is_pattern else [url]
         return [_describe_local(name) for name in names if os.path.isfile(name)]
     if scheme in ("http", "https"):
         return [_describe_http(url, policy)]  # "?" and "*" are ordinary characters of such a URL
@@ -139,14 +143,15 @@ def _describe_local(name: str) -> ShardFile:
 def _describe_http(url: str, policy: RetryPolicy) -> ShardFile:
     def request_size() -> ShardFile:
         request = urllib.request.Request(url, headers={"Range": "bytes=0-0", "Accept-Encoding": "identity"})
-        with urllib.request.urlopen(request, timeout=policy.attempt_timeout) as answer:
-            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-            size = total if total.isdigit() else answer.headers.get("Content-Length")
+        with urllib.request.urlopen(request, timeout=policy.attempt_timeout) as response:
+            # "bytes 0-0/TOTAL", or no such header from a server that ignores ranges and sends the whole file.
+            total = response.headers.get("Content-Range", "").rpartition("/")[2]
+            size = total if total.isdigit() else response.headers.get("Content-Length")
             if size is None:
                 raise DataError(
                     f"{url}: the server does not report the size of the file, so Headway cannot seek to a record"
                 )
-            version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+            version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
             return ShardFile(url, int(size), version)
 
     return read_with_retries(request_size, f"looking at the shard {url}", policy)
@@ -159,11 +164,12 @@ def _list_bucket(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[Sha
         if not has_wildcards:
             info = client.describe(key)
             return [] if info is None else [ShardFile(url, info.num_bytes, info.version)]
-        start = min(key.index(mark) for mark in _WILDCARDS if mark in key)
-        listed = client.list(key[:start].rpartition("/")[0])
+        # Object stores list the keys below a folder, so list the last folder before the first wildcard.
+        first_wildcard = min(key.index(mark) for mark in _WILDCARDS if mark in key)
+        objects = client.list(key[:first_wildcard].rpartition("/")[0])
     return [
         ShardFile(f"{root}/{info.key}", info.num_bytes, info.version)
-        for info in sorted(listed, key=lambda info: info.key)
+        for info in sorted(objects, key=lambda info: info.key)
         if fnmatch.fnmatchcase(info.key, key)
     ]
 
@@ -190,14 +196,15 @@ def _list_fsspec(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[Sha
 
     def list_files() -> list[ShardFile]:
         names = sorted(system.glob(path)) if has_wildcards else [path]
-        found = []
+        files = []
         for name in names:
             info = system.info(name)
             if info["type"] != "file":
                 continue
+            # File systems of fsspec name this value differently.
             version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created") or ""
-            found.append(ShardFile(f"{scheme}://{name.lstrip('/')}", int(info["size"]), str(version)))
-        return found
+            files.append(ShardFile(f"{scheme}://{name.lstrip('/')}", int(info["size"]), str(version)))
+        return files
 
     return read_with_retries(list_files, f"listing {url}", policy)
 
@@ -255,7 +262,7 @@ class LocalFile:
     """
 
     def __init__(self, path: str) -> None:
-        self._descriptor = -1  # for `__del__`, if the file cannot be opened
+        self._descriptor = -1  # so that `__del__` works if the file cannot be opened
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         self.num_bytes = os.fstat(self._descriptor).st_size
 
@@ -305,8 +312,8 @@ class RemoteFile:
                 raise ConnectionError(f"received {len(data)} bytes instead of {end - offset}")
             return data
 
-        what = f"reading bytes {offset} to {end} of the shard {self._file.url}"
-        return memoryview(read_with_retries(fetch_range, what, self._policy))
+        description = f"reading bytes {offset} to {end} of the shard {self._file.url}"
+        return memoryview(read_with_retries(fetch_range, description, self._policy))
 
     def close(self) -> None:
         """Do nothing, because each read opens a separate connection."""
@@ -330,9 +337,10 @@ class HttpRanges:
         A server that does not support range requests sends the whole file. The other bytes are then discarded.
         """
         headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        with urllib.request.urlopen(urllib.request.Request(self.url, headers=headers), timeout=self.timeout) as answer:
-            data: bytes = answer.read()
-            return data if answer.status == 206 else data[start:end]
+        request = urllib.request.Request(self.url, headers=headers)
+        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            data: bytes = response.read()
+            return data if response.status == 206 else data[start:end]
 
 
 class BucketRanges:

@@ -31,24 +31,25 @@ class TableBlock:
     def __init__(self, table: Any, name: str, offset: int) -> None:
         self.num_bytes = int(table.nbytes)
         self._table = table
-        self._where = name, offset
+        self._name = name
+        self._offset = offset
 
-    def read(self, numbers: Sequence[int]) -> list[Any]:
+    def read_records(self, indices: Sequence[int]) -> list[Any]:
         """Return the rows with the given indices as dicts from column names to values.
 
         Raises:
             DataError: If a value is damaged, such as text that is not UTF-8.
         """
         try:
-            rows: list[Any] = self._table.take(list(numbers)).to_pylist()
-        except (ValueError, OSError) as error:  # such as text that is not UTF-8
-            raise DataError(describe_damage(*self._where, error)) from error
+            rows: list[Any] = self._table.take(list(indices)).to_pylist()
+        except (ValueError, OSError) as error:
+            raise DataError(describe_damage(self._name, self._offset, error)) from error
         return rows
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def drop_records(self, indices: Sequence[int]) -> None:
         """Remove the rows with the given indices, so that later rows get smaller indices."""
-        left_out = set(numbers)
-        self._table = self._table.take([number for number in range(self._table.num_rows) if number not in left_out])
+        dropped = set(indices)
+        self._table = self._table.take([index for index in range(self._table.num_rows) if index not in dropped])
 
 
 class Parquet:
@@ -80,7 +81,8 @@ class Parquet:
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             if group.num_rows:
-                table.add(*find_extent(group), group.num_rows)
+                offset, size = find_extent(group)
+                table.add_block(offset, size, group.num_rows)
         return ShardScan(table)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenParquet":
@@ -124,15 +126,16 @@ def find_extent(group: Any) -> tuple[int, int]:
     Args:
         group: Metadata of the row group, from pyarrow.
     """
-    columns = [group.column(number) for number in range(group.num_columns)]
-    begins = [
-        min(column.data_page_offset, column.dictionary_page_offset)
-        if column.has_dictionary_page and column.dictionary_page_offset
-        else column.data_page_offset
-        for column in columns
-    ]
-    end = max(begin + column.total_compressed_size for begin, column in zip(begins, columns))
-    return min(begins), end - min(begins)
+    begins, ends = [], []
+    for number in range(group.num_columns):
+        column = group.column(number)
+        begin = column.data_page_offset
+        # The offset 0 means that the column has no dictionary page, because a file begins with magic bytes.
+        if column.has_dictionary_page and column.dictionary_page_offset:
+            begin = min(begin, column.dictionary_page_offset)
+        begins.append(begin)
+        ends.append(begin + column.total_compressed_size)
+    return min(begins), max(ends) - min(begins)
 
 
 class OpenParquet:
@@ -151,7 +154,7 @@ class OpenParquet:
         self._name = name
         self._columns = columns
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        self._numbers = {find_extent(group)[0]: number for number, group in enumerate(groups) if group.num_rows}
+        self._group_by_offset = {find_extent(group)[0]: number for number, group in enumerate(groups) if group.num_rows}
 
     def decode(self, data: memoryview, offset: int, count: int) -> TableBlock:
         """Decode the rows of the row group that begins at byte `offset` of the file.
@@ -162,7 +165,7 @@ class OpenParquet:
             DataError: If the row group is damaged, or does not have `count` rows.
         """
         parquet: Any = require("pyarrow.parquet", "Parquet shards need", "pyarrow")
-        number = self._numbers.get(offset)
+        number = self._group_by_offset.get(offset)
         if number is None:
             check_count(0, count, self._name, offset)
             raise AssertionError("an indexed block has at least one record")
@@ -257,7 +260,7 @@ class Arrow:
                     damage = damage or describe_damage(name, offset, error)
                     num_batch_rows = 0
                 if num_batch_rows:
-                    table.add(offset, file.tell() - offset, num_batch_rows)
+                    table.add_block(offset, file.tell() - offset, num_batch_rows)
             offset = file.tell()
         if has_dictionaries:
             table = BlockTable()
@@ -267,7 +270,7 @@ class Arrow:
             except (ValueError, OSError) as error:
                 return ShardScan(table, describe_damage(name, begin, error))
             if num_rows:
-                table.add(begin, num_bytes - begin, num_rows)
+                table.add_block(begin, num_bytes - begin, num_rows)
         return ShardScan(table, damage)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenArrow":

@@ -13,22 +13,26 @@ from headway.errors import DataError
 from headway.language_data.shards.blocks import (
     BLOCK_BYTES,
     BlockTable,
+    LazyBlock,
     ShardScan,
-    SlotBlock,
     check_count,
     describe_damage,
 )
 from headway.language_data.shards.storage import RangeReader, ReaderFile
 
-_NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
-_META = re.compile(r"__[^/]*__($|/)")
+_MEMBER_NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
+_META_NAME = re.compile(r"__[^/]*__($|/)")
 _BUFFER_BYTES = 2**20
+_RECORD_OVERHEAD = 500
+"""Approximate memory of a record's dict and slices, in bytes."""
 
 
 def split_name(name: str) -> tuple[str, str] | None:
     """Return a tar member's base name and its extension in lower case, or None if the member belongs to no record."""
-    match = _NAME.fullmatch(name)
-    return None if match is None or _META.match(name) else (match[1], match[2].lower())
+    match = _MEMBER_NAME.fullmatch(name)
+    if match is None or _META_NAME.match(name):  # no extension, or metadata such as "__info__.json"
+        return None
+    return match[1], match[2].lower()
 
 
 class WebDatasetTar:
@@ -45,7 +49,9 @@ class WebDatasetTar:
             DataError: If the file is not a tar file.
         """
         table = BlockTable()
-        begin, last, end, count, key = 0, 0, 0, 0, None  # offsets: of the block, of its last record, after that record
+        begin, count = 0, 0  # byte offset and number of records of the current block
+        record_start, record_end = 0, 0  # byte offsets of its last record
+        key = None  # base name of its last record
         file = io.BufferedReader(ReaderFile(reader, num_bytes), _BUFFER_BYTES)
         damage = ""
         try:
@@ -55,21 +61,22 @@ class WebDatasetTar:
                     parts = split_name(member.name) if member.isreg() else None
                     if parts is not None and parts[0] != key:
                         if member.offset - begin >= BLOCK_BYTES and count:
-                            table.add(begin, member.offset - begin, count)
+                            table.add_block(begin, member.offset - begin, count)
                             begin, count = member.offset, 0
                         count += 1
-                        key, last = parts[0], member.offset
+                        key, record_start = parts[0], member.offset
                     if member.offset_data + member.size > num_bytes:
                         raise tarfile.ReadError(f"the file ends inside of the member {member.name!r}")
-                    end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                    padded_size = -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                    record_end = member.offset_data + padded_size
         except tarfile.TarError as error:
-            if not end:
+            if not record_end:
                 raise DataError(describe_damage(name, 0, f"not a tar file ({error})")) from error
             # The record before the damage might lack members, so it counts as damaged.
-            damage = describe_damage(name, last, error)
-            count, end = count - 1, last
+            damage = describe_damage(name, record_start, error)
+            count, record_end = count - 1, record_start
         if count:
-            table.add(begin, min(end, num_bytes) - begin, count)
+            table.add_block(begin, min(record_end, num_bytes) - begin, count)
         return ShardScan(table, damage)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenTar":
@@ -87,7 +94,7 @@ class OpenTar:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def decode(self, data: memoryview, offset: int, count: int) -> SlotBlock:
+    def decode(self, data: memoryview, offset: int, count: int) -> LazyBlock:
         """Split a block into records. The bytes of a record are copied when it is read.
 
         See `OpenShard.decode` for the arguments.
@@ -103,11 +110,12 @@ class OpenTar:
                     parts = split_name(member.name) if member.isreg() else None
                     if parts is None:
                         continue
-                    if not records or records[-1]["__key__"] != parts[0]:
-                        records.append({"__key__": parts[0]})
-                    if parts[1] in records[-1]:
-                        raise tarfile.ReadError(f"record {parts[0]!r} has two members {parts[1]!r}")
-                    records[-1][parts[1]] = slice(member.offset_data, member.offset_data + member.size)
+                    base_name, extension = parts
+                    if not records or records[-1]["__key__"] != base_name:
+                        records.append({"__key__": base_name})
+                    if extension in records[-1]:
+                        raise tarfile.ReadError(f"record {base_name!r} has two members {extension!r}")
+                    records[-1][extension] = slice(member.offset_data, member.offset_data + member.size)
         except tarfile.TarError as error:
             raise DataError(describe_damage(self._name, offset, error)) from error
         check_count(len(records), count, self._name, offset)
@@ -115,4 +123,4 @@ class OpenTar:
         def extract_record(record: dict[str, Any]) -> dict[str, Any]:
             return {name: bytes(data[value]) if isinstance(value, slice) else value for name, value in record.items()}
 
-        return SlotBlock(records, extract_record, len(data) + 500 * len(records))
+        return LazyBlock(records, extract_record, len(data) + _RECORD_OVERHEAD * len(records))

@@ -22,7 +22,7 @@ def test_machines_read_different_blocks(num_stripes: int, buffer_size: int) -> N
     positions = numpy.arange(len(order))
     for epoch in range(2):
         places = order.locate(positions, epoch)
-        assert len({*zip(places.blocks.tolist(), places.numbers.tolist())}) == len(order)
+        assert len({*zip(places.blocks.tolist(), places.indices.tolist())}) == len(order)
         machines = positions % STEP // (STEP // 2)
         num_fetched = sum(len(numpy.unique(places.blocks[machines == machine])) for machine in (0, 1))
         # 400 blocks are read without stripes. More than 200 are read because windows cross the bounds of stripes.
@@ -34,7 +34,7 @@ def test_order_of_a_part_does_not_depend_on_other_positions() -> None:
     whole = order.locate(numpy.arange(300), 0)
     part = order.locate(numpy.array([299, 7, 100]), 0)
     assert part.blocks.tolist() == whole.blocks[[299, 7, 100]].tolist()
-    assert part.numbers.tolist() == whole.numbers[[299, 7, 100]].tolist()
+    assert part.indices.tolist() == whole.indices[[299, 7, 100]].tolist()
 
 
 @pytest.mark.parametrize(
