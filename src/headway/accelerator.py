@@ -260,12 +260,12 @@ class Accelerator(RankAware):
         checkpoint_folder = self._checkpoints.checkpoint_folder
         self._recorder = Recorder(
             runtime=run.runtime,
-            project=lambda: checkpoint_folder.project,
+            get_project=lambda: checkpoint_folder.project,
             log_with=settings.log_with,
-            clock=run.clock,
+            update_counter=run.clock,
             notes=run.notes,
             has_checkpoints=checkpoint_folder.has_checkpoints,
-            grad_norm=lambda: self._training_step.grad_norm,
+            get_grad_norm=lambda: self._training_step.grad_norm,
         )
         self._whole_weights = WholeWeights(run.strategy, run.runtime)
         self._facts = publish_facts(run)

@@ -14,8 +14,11 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 NUM_FAILURES = 3
+"""Number of failures in a row after which a tracker is not called any more."""
 SLOW_CALL = 1.0
+"""Seconds after which the call of a `log` method causes a warning."""
 SLOW_FINISH = 15.0
+"""Seconds after which the call of `finish` causes a warning."""
 
 
 class GuardedTracker:
@@ -24,7 +27,11 @@ class GuardedTracker:
     Args:
         name: Name of the tracker.
         report: Bound method that records a failure in the run log. Its arguments are the name of an event, a step
-            (always None here), and details.
+            (always None here), and details. Only a weak reference to its object is kept.
+
+    Attributes:
+        tracker: The tracker; None before `build`, or if it could not be created.
+        is_dropped: Whether the tracker is not called any more, because it has failed.
     """
 
     def __init__(self, name: str, report: Callable[[str, int | None, Mapping[str, Any]], None]) -> None:
@@ -46,10 +53,11 @@ class GuardedTracker:
         """
 
         def make_tracker() -> None:
-            made = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
-            if (takes := getattr(made, "takes", "numbers")) not in TAKES:
+            tracker = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
+            takes = getattr(tracker, "takes", "numbers")
+            if takes not in TAKES:
                 raise ConfigError(f"takes={takes!r}; allowed: {', '.join(map(repr, TAKES))}")
-            self.tracker = made
+            self.tracker = tracker
 
         self._call_guarded("__init__", make_tracker, is_fatal=True)
 
@@ -70,10 +78,15 @@ class GuardedTracker:
 
     def read_identity(self) -> dict[str, Any] | None:
         """Return the tracker's identity. Return None if it has none, cannot be read, or the tracker is not used."""
-        found: list[dict[str, Any] | None] = []
+        identity: dict[str, Any] | None = None
+
+        def read() -> None:
+            nonlocal identity
+            identity = self.tracker.identity  # type: ignore[union-attr]
+
         if self.is_used:
-            self._call_guarded("identity", lambda: found.append(self.tracker.identity))  # type: ignore[union-attr]
-        return found[0] if found else None
+            self._call_guarded("identity", read)
+        return identity
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> None:
         """Call a method of the tracker, and catch its exceptions.
@@ -88,19 +101,26 @@ class GuardedTracker:
         """
         if not self.is_used:
             return
-        begun = time.monotonic()
+        start = time.monotonic()
         self._call_guarded(method, lambda: getattr(self.tracker, method)(*args, **kwargs))
-        took = time.monotonic() - begun
-        if took > SLOW_CALL and method.startswith("log"):
+        seconds = time.monotonic() - start
+        if seconds > SLOW_CALL and method.startswith("log"):
             log.warning_once("the tracker %s is slow: training waits for it in %s()", self.name, method)
 
-    def _call_guarded(self, method: str, act: Callable[[], Any], is_fatal: bool = False) -> None:
+    def _call_guarded(self, method: str, function: Callable[[], Any], is_fatal: bool = False) -> None:
+        """Call a function, and count its exceptions as failures of the tracker.
+
+        Args:
+            method: Name of the tracker's method that the function calls, for messages.
+            function: Function to call.
+            is_fatal: Whether the tracker is dropped at the first failure. Default: False.
+        """
         # Starting and ending a run draw random numbers (run names), so the RNG states are preserved. Around each log() this
         # would cost more than the log itself.
         is_rare = not method.startswith("log") and method != "flush"
         try:
             with preserve_rng_states() if is_rare else nullcontext():
-                act()
+                function()
         except Exception as error:
             self._count_failure(method, error, is_fatal)
         else:
@@ -111,8 +131,8 @@ class GuardedTracker:
         self._num_failures += 1
         self.is_dropped = is_fatal or self._num_failures >= NUM_FAILURES
         if not self._is_warned or self.is_dropped:
-            fate = "is used no more" if self.is_dropped else "failed"
-            message_args = self.name, fate, text[:1000], method
+            outcome = "is used no more" if self.is_dropped else "failed"
+            message_args = self.name, outcome, text[:1000], method
             log.warning("the tracker %s %s: %s in %s(); training goes on", *message_args, main_process_only=False)
             self._is_warned = True
             event = "tracker_dropped" if self.is_dropped else "tracker_failed"

@@ -4,7 +4,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,18 +23,19 @@ from headway.version import __version__
 
 # Imported on first use, because a run without a record does not need them.
 if TYPE_CHECKING:
-    from headway.core.tracking import run_feed as feeding
-    from headway.core.tracking import runlog
+    from headway.core.tracking import run_feed, runlog
     from headway.core.tracking import values as logged_values
 else:
-    feeding = LazyModule("headway.core.tracking.run_feed")
     logged_values = LazyModule("headway.core.tracking.values")
+    run_feed = LazyModule("headway.core.tracking.run_feed")
     runlog = LazyModule("headway.core.tracking.runlog")
 
 log = get_logger(__name__)
 
 TrackerKwargs = Mapping[str, Mapping[str, Any]]
+"""Keyword arguments for each tracker, by the tracker's name."""
 STEP = "tracker_step"
+"""Key of a checkpoint's notes with the last step that the script passed to a log method."""
 
 
 class UpdateCounter(Protocol):
@@ -47,18 +48,32 @@ class UpdateCounter(Protocol):
     num_updates: int
 
 
+class EndedRun(NamedTuple):
+    """Run that this process has ended, and that it can continue.
+
+    Attributes:
+        project: Name of the run.
+        folder: Folder of the run; None without one.
+        start_time: Start of the run, in seconds since 1970.
+    """
+
+    project: str
+    folder: Path | None
+    start_time: float
+
+
 class Recorder:
     """Recorder of one Accelerator's run. It writes the run log and calls the trackers.
 
     Args:
         runtime: Runtime of this process.
-        project: Function that returns the project configuration, with the folders of the run.
+        get_project: Function that returns the project configuration, with the folders of the run.
         log_with: Selection of trackers, as passed to the Accelerator.
-        clock: Counter of optimizer updates.
+        update_counter: Counter of optimizer updates.
         notes: Mapping that is stored in each checkpoint's manifest. The recorder adds the last step that the script
             passed.
         has_checkpoints: Function that returns whether there are automatically named checkpoints to resume from.
-        grad_norm: Function that returns the total norm from the last gradient clipping; None if there was none.
+        get_grad_norm: Function that returns the total norm from the last gradient clipping; None if there was none.
 
     Attributes:
         feed: Run log and trackers of the run in progress. None if there is no run, or nothing to write to on this rank.
@@ -71,27 +86,26 @@ class Recorder:
     def __init__(
         self,
         runtime: ProcessRuntime,
-        project: Callable[[], ProjectConfiguration],
+        get_project: Callable[[], ProjectConfiguration],
         log_with: Any,
-        clock: UpdateCounter,
+        update_counter: UpdateCounter,
         notes: dict[str, Any],
         has_checkpoints: Callable[[], bool],
-        grad_norm: Callable[[], torch.Tensor | None],
+        get_grad_norm: Callable[[], torch.Tensor | None],
     ) -> None:
-        self.feed: feeding.RunFeed | None = None
+        self.feed: run_feed.RunFeed | None = None
         self._runtime = runtime
-        self._project = project
-        self._clock = clock
+        self._get_project = get_project
+        self._update_counter = update_counter
         self._notes = notes
         self._has_trackers = log_with is not None
         self._has_checkpoints = has_checkpoints
-        self._grad_norm = grad_norm
+        self._get_grad_norm = get_grad_norm
         is_main = self._runtime.is_main_process
-        has_folder = self._project().logging_dir is not None
+        has_folder = self._get_project().logging_dir is not None
         self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
-        self._is_begun = False
-        self._resumed: events.RunEvent | None = None
-        self._ended: tuple[tuple[str, Path | None], float] | None = None
+        self._pending_resume: events.RunEvent | None = None  # "resumed" event that arrived before `start_run`
+        self._ended_run: EndedRun | None = None
         events.subscribe(self._on_event)
 
     def start_run(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
@@ -113,46 +127,48 @@ class Recorder:
         values = runlog.convert_to_json(_convert_to_mapping(config))
         self.end_run()
         is_main = self._runtime.is_main_process
-        place = self._project().logging_dir
-        self._is_begun = place is not None
+        logging_dir = self._get_project().logging_dir
         choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
-        folder = None if place is None else to_path(place).absolute() / project_name
+        folder = None if logging_dir is None else to_path(logging_dir).absolute() / project_name
         if isinstance(folder, ObjectPath):
             folder = extensions.load("feature", "mirror_log").make_local_folder(folder) if is_main else None
         if not choices and not (is_main and folder is not None):
             self.feed = None
             return
-        feed = feeding.RunFeed(
-            project_name, folder, choices, is_main, lambda: self._clock.num_updates, self._measure_update
+        feed = run_feed.RunFeed(
+            project_name, folder, choices, is_main, lambda: self._update_counter.num_updates, self._measure_update
         )
-        about = {
+        environment = {
             "world_size": self._runtime.world_size,
             "device": self._runtime.hardware.kind,
             "versions": _list_versions(),
         }
-        same = self._ended is not None and self._ended[0] == (project_name, folder) and self._clock.num_updates > 0
-        since = self._ended[1] if self._ended is not None and same else None
-        feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)
+        original_start: float | None = None
+        ended = self._ended_run
+        if ended is not None and (ended.project, ended.folder) == (project_name, folder):
+            # Without any update, the script more likely starts over than continues.
+            original_start = ended.start_time if self._update_counter.num_updates > 0 else None
+        feed.start(values, init_kwargs or {}, environment, self._expects_to_continue(feed), original_start)
         self.feed = feed
-        self._at_exit = feeding.flush_at_exit(feed)
+        self._exit_finalizer = run_feed.flush_at_exit(feed)
         if feed.runlog is not None:
             pulse.get_own_pulse().set_log(str(feed.runlog.path))
-        if self._resumed is not None:
-            self._on_event(self._resumed)
+        if self._pending_resume is not None:
+            self._on_event(self._pending_resume)
 
     def _measure_update(self) -> dict[str, Any]:
-        return {"grad_norm": self._grad_norm(), "memory": self._runtime.hardware.get_process_memory()}
+        return {"grad_norm": self._get_grad_norm(), "memory": self._runtime.hardware.get_process_memory()}
 
-    def _is_continuing(self, feed: "feeding.RunFeed") -> bool:
+    def _expects_to_continue(self, feed: "run_feed.RunFeed") -> bool:
         """Whether the run is expected to continue the one in the existing run log.
 
         This is a guess that is made before the first value is logged.
         """
-        if self._resumed is not None:
+        if self._pending_resume is not None:
             return True
-        if self._project().automatic_checkpoint_naming:
+        if self._get_project().automatic_checkpoint_naming:
             return self._has_checkpoints()  # without a resume, a save into the same folder is rejected
-        return feed.before is not None and not feed.before.is_ended
+        return feed.logged_run is not None and not feed.logged_run.is_ended
 
     # ---------------------------------------------------------------- log
 
@@ -166,11 +182,11 @@ class Recorder:
             step: Step of the run. Default: the number of optimizer updates.
             log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
         """
-        feed = self._feed_or_hint()
+        feed = self._get_feed_or_warn()
         if feed is None:
             return
         if isinstance(values, Mapping):
-            feed.log(values, self._note_step(step), log_kwargs or {}, step)
+            feed.log(values, self._record_step(step), log_kwargs or {}, step)
         else:
             log.warning_once(
                 "log() takes a mapping of names and values; %s is left out", logged_values.describe_type(values)
@@ -189,10 +205,10 @@ class Recorder:
         Raises:
             TrackingError: If the shape or type of an image is not supported. The message contains the image's name.
         """
-        feed = self._feed_or_hint()
+        feed = self._get_feed_or_warn()
         if feed is not None:
             images = {name: convert_images(value, name) for name, value in values.items()}
-            feed.log_images(images, self._note_step(step), log_kwargs or {})
+            feed.log_images(images, self._record_step(step), log_kwargs or {})
 
     def log_artifact(
         self,
@@ -212,12 +228,12 @@ class Recorder:
         Raises:
             TrackingError: On a rank that records the run, if the file or folder does not exist.
         """
-        feed = self._feed_or_hint()
+        feed = self._get_feed_or_warn()
         if feed is not None:
-            where = Path(path).absolute()
-            if not where.exists():
+            absolute_path = Path(path).absolute()
+            if not absolute_path.exists():
                 raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
-            feed.log_artifact(where, name or where.name, self._note_step(step), log_kwargs or {})
+            feed.log_artifact(absolute_path, name or absolute_path.name, self._record_step(step), log_kwargs or {})
 
     def log_event(self, name: str, step: int | None, details: dict[str, Any]) -> None:
         """Log a run event. Nothing is logged if no run is in progress.
@@ -230,9 +246,10 @@ class Recorder:
         if self.feed is not None:
             self.feed.log_event(name, step, details)
 
-    def _feed_or_hint(self) -> "feeding.RunFeed | None":
+    def _get_feed_or_warn(self) -> "run_feed.RunFeed | None":
+        """Return the run in progress. Without one, return None, and let rank 0 warn once."""
         if self.feed is None and self._runtime.is_main_process:
-            if self._has_trackers or self._project().logging_dir is not None:
+            if self._has_trackers or self._get_project().logging_dir is not None:
                 log.warning_once("log() has no effect before accelerator.init_trackers(project_name); call that first")
             else:
                 log.warning_once(
@@ -241,42 +258,45 @@ class Recorder:
                 )
         return self.feed
 
-    def _note_step(self, step: int | None) -> int:
+    def _record_step(self, step: int | None) -> int:
+        """Return the step to log for: the script's, which is then saved in checkpoints, or the number of updates."""
         if step is None:
-            return self._clock.num_updates
+            return self._update_counter.num_updates
         self._notes[STEP] = int(step)
         return int(step)
 
-    def _on_event(self, happening: events.RunEvent) -> None:
+    def _on_event(self, event: events.RunEvent) -> None:
         """Record an event that another component of this process published.
 
         Events of other Accelerators' runs are ignored. A "resumed" event that arrives before `start_run` is recorded
         when the run starts. This method may be called from any thread.
         """
-        if happening.source not in (None, self._clock):
+        if event.source not in (None, self._update_counter):
             return
-        details = dict(happening.details)
-        if happening.name != "resumed":
+        details = dict(event.details)
+        if event.name != "resumed":
             if self.feed is not None:
-                self.feed.log_event(happening.name, happening.step, details)
+                self.feed.log_event(event.name, event.step, details)
             return
-        notes = details.pop("notes", None)
-        given = notes.get(STEP) if isinstance(notes, Mapping) else None
         if self.feed is None:
-            self._resumed = happening
+            self._pending_resume = event
             return
-        self._resumed = None
-        if isinstance(given, int):
-            self._notes[STEP] = given
-        self.feed.log_resume(max(happening.step or 0, given if isinstance(given, int) else 0), details)
+        self._pending_resume = None
+        notes = details.pop("notes", None)
+        script_step = notes.get(STEP) if isinstance(notes, Mapping) else None
+        last_step = event.step or 0
+        if isinstance(script_step, int):
+            self._notes[STEP] = script_step
+            last_step = max(last_step, script_step)
+        self.feed.log_resume(last_step, details)
 
     # ---------------------------------------------------------------- trackers
 
     @property
     def trackers(self) -> list[Tracker]:
         """Trackers that are in use on this rank."""
-        several = [] if self.feed is None else self.feed.guarded
-        return [each.tracker for each in several if each.tracker is not None and each.is_used]
+        guarded_trackers = [] if self.feed is None else self.feed.guarded_trackers
+        return [each.tracker for each in guarded_trackers if each.tracker is not None and each.is_used]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by its name.
@@ -308,14 +328,15 @@ class Recorder:
         feed = self.feed
         self.feed = None
         if feed is not None:
-            self._at_exit.detach()
-            self._ended = (feed.project, feed.folder), feed.begun
+            self._exit_finalizer.detach()
+            self._ended_run = EndedRun(feed.project, feed.folder, feed.start_time)
             feed.finish(_simplify_summary(summary))
-            if isinstance(to_path(self._project().logging_dir or ""), ObjectPath):
+            if isinstance(to_path(self._get_project().logging_dir or ""), ObjectPath):
                 extensions.load("feature", "mirror_log").send_all()
 
 
 def _simplify_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the summary's numbers and strings as Python values, with joined names for nested values."""
     flat = logged_values.flatten(summary or {})
     return {name: logged_values.to_python(value) for name, value in flat.items() if logged_values.is_loggable(value)}
 
