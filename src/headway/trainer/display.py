@@ -10,7 +10,7 @@ from rich.table import Table
 
 from headway.common.text import format_bytes, format_seconds
 from headway.core.tracking.progress import track
-from headway.core.tracking.progress_outputs import NotebookTable, in_notebook
+from headway.core.tracking.progress_outputs import NotebookTable, is_in_notebook
 from headway.trainer.callbacks import TrainerCallback, TrainerControl, TrainerState
 from headway.trainer.data import get_length
 
@@ -71,7 +71,7 @@ class ProgressCallback(TrainerCallback):
             self._bar = track(steps, description="training", total=state.max_steps, initial=state.global_step)
             self._steps = iter(self._bar)
             next(self._steps, None)
-            self._table = NotebookTable() if in_notebook() else None
+            self._table = NotebookTable() if is_in_notebook() else None
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Advance the training's progress bar by one update."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from headway.common.optional import require
 from headway.core.tracking.base import TrackedRun, Tracker
-from headway.core.tracking.pictures import Picture, convert_images, drop_axis, number_images
+from headway.core.tracking.pictures import Picture, convert_images, drop_gray_axis, number_images
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -46,7 +46,7 @@ class PackageAdapter(Tracker):
         self._package: Any = require(self.name, f"log_with={self.name!r} needs", self.requirement or self.name)
         self._kwargs = kwargs
         self._run: Any = None
-        self._is_own = True
+        self._is_own = True  # whether this tracker, not the script, started the package's run
 
     @property
     def tracker(self) -> Any:
@@ -85,13 +85,15 @@ class PackageAdapter(Tracker):
                 to the package.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
-        for name, part, image in number_images(values):
-            self._log_image(name, part, image, step, **kwargs)
+        for name, suffix, image in number_images(values):
+            self._log_image(name, suffix, image, step, **kwargs)
 
     def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
+        """Log one number or string. Subclasses must define this method, or override `log`."""
         raise NotImplementedError(f"{type(self).__name__} must define _log_value(name, value, step), or override log")
 
-    def _log_image(self, name: str, part: str, image: Picture, step: int | None, **kwargs: Any) -> None:
+    def _log_image(self, name: str, suffix: str, image: Picture, step: int | None, **kwargs: Any) -> None:
+        """Log one image. Subclasses must define this method, or override `log_images`."""
         raise NotImplementedError(f"{type(self).__name__} must define _log_image(...), or override log_images")
 
     def finish(self) -> None:
@@ -116,16 +118,16 @@ class RowAdapter(PackageAdapter):
         """Start a run, or continue the one that `run.identity` identifies."""
         self._run = self._package.init(**self._choose_arguments(run))
 
-    def _choose_arguments(self, run: TrackedRun, **chosen: Any) -> dict[str, Any]:
+    def _choose_arguments(self, run: TrackedRun, **defaults: Any) -> dict[str, Any]:
         """Return the arguments for the package's `init`. The user's arguments override the others.
 
         Args:
             run: Name, folder and identity of the run.
-            chosen: Arguments that a subclass chooses in addition to the project's name and the run's identity.
+            defaults: Arguments that a subclass chooses in addition to the project's name and the run's identity.
         """
         keyword, _ = self.identity_names
-        known = {} if run.identity is None else {keyword: run.identity.get(keyword), "resume": "allow"}
-        return {"project": run.project.replace("/", "-")} | chosen | known | self._kwargs
+        identity = {} if run.identity is None else {keyword: run.identity.get(keyword), "resume": "allow"}
+        return {"project": run.project.replace("/", "-")} | defaults | identity | self._kwargs
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as the run's config."""
@@ -151,8 +153,11 @@ class RowAdapter(PackageAdapter):
                 to the package.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
-        shown = {name: [drop_axis(each) for each in convert_images(images, name)] for name, images in values.items()}
-        self._log_row({name: list(map(self._package.Image, each)) for name, each in shown.items()}, step, **kwargs)
+        row = {
+            name: [self._package.Image(drop_gray_axis(picture)) for picture in convert_images(images, name)]
+            for name, images in values.items()
+        }
+        self._log_row(row, step, **kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
         """Log a file or a folder as an artifact. Its type is "file" unless `kwargs` contains another `type`.
@@ -166,4 +171,5 @@ class RowAdapter(PackageAdapter):
         self._run.log_artifact(str(path), **{"name": re.sub(r"[^\w\-.]", "_", name), "type": "file"} | kwargs)
 
     def _log_row(self, row: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        """Log the values of one step with the package's `log` method."""
         self._run.log(row, **{"step": step} | kwargs)

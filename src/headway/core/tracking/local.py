@@ -13,7 +13,7 @@ from headway.core.tracking.pictures import (
     Picture,
     convert_images,
     convert_to_color,
-    drop_axis,
+    drop_gray_axis,
     make_file_name,
     number_images,
     write_png,
@@ -65,8 +65,8 @@ class TensorBoardAdapter(PackageAdapter):
         elif is_loggable(value):
             self._run.add_scalar(name, value, step, **kwargs)
 
-    def _log_image(self, name: str, part: str, image: Picture, step: int | None, **kwargs: Any) -> None:
-        self._run.add_image(name + part, convert_to_color(image), step, dataformats="HWC", **kwargs)
+    def _log_image(self, name: str, suffix: str, image: Picture, step: int | None, **kwargs: Any) -> None:
+        self._run.add_image(name + suffix, convert_to_color(image), step, dataformats="HWC", **kwargs)
 
     def rewind(self, step: int) -> None:
         """Mark the values for steps after `step` in earlier event files as invalid.
@@ -134,15 +134,15 @@ class MLflowAdapter(PackageAdapter):
         Args:
             values: JSON values, possibly nested.
         """
-        before = self._package.get_run(self._run.info.run_id).data.params
+        stored = self._package.get_run(self._run.info.run_id).data.params
         texts = {
             _replace_forbidden(name): (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))[:500]
             for name, value in list_leaves(values)
         }
-        new = [self._package.entities.Param(name, text) for name, text in texts.items() if name not in before]
-        for first in range(0, len(new), 100):  # MLflow's limit on parameters per call
-            self._package.MlflowClient().log_batch(self._run.info.run_id, params=new[first : first + 100])
-        changed = {f"{name} after restart": text for name, text in texts.items() if before.get(name, text) != text}
+        params = [self._package.entities.Param(name, text) for name, text in texts.items() if name not in stored]
+        for start in range(0, len(params), 100):  # MLflow's limit on parameters per call
+            self._package.MlflowClient().log_batch(self._run.info.run_id, params=params[start : start + 100])
+        changed = {f"{name} after restart": text for name, text in texts.items() if stored.get(name, text) != text}
         if changed:
             self._set_tags(changed)
 
@@ -179,8 +179,8 @@ class MLflowAdapter(PackageAdapter):
             kwargs: Unused.
         """
         with tempfile.TemporaryDirectory() as folder:
-            for name, part, image in number_images(values):
-                write_png(Path(folder, make_file_name(name, part, step)), image)
+            for name, suffix, image in number_images(values):
+                write_png(Path(folder, make_file_name(name, suffix, step)), image)
             self._package.log_artifacts(folder, "images", run_id=self._run.info.run_id)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
@@ -201,8 +201,8 @@ class MLflowAdapter(PackageAdapter):
         """End the run, unless the script started or ended it itself. A run that the script has started stays active."""
         if not self._is_own:
             return
-        run_id, active = self._run.info.run_id, self._package.active_run()
-        if active is not None and active.info.run_id == run_id:
+        run_id, active_run = self._run.info.run_id, self._package.active_run()
+        if active_run is not None and active_run.info.run_id == run_id:
             self._package.end_run()
         elif self._package.get_run(run_id).info.status == "RUNNING":  # end_run() would end the active run
             self._package.MlflowClient().set_terminated(run_id)
@@ -224,14 +224,15 @@ class AimAdapter(PackageAdapter):
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or continue the one that `run.identity` identifies."""
-        chosen: dict[str, Any] = {"experiment": run.project}
+        arguments: dict[str, Any] = {"experiment": run.project}
         if run.folder is not None:
+            # The logging folder: `run.folder` without the project's name, which can have several parts.
             repo = run.folder.parents[len(PurePosixPath(run.project).parts) - 1]
             repo.mkdir(parents=True, exist_ok=True)
-            chosen["repo"] = str(repo)
+            arguments["repo"] = str(repo)
         if run.identity is not None:
-            chosen["run_hash"] = run.identity.get("run_hash")
-        self._run = self._package.Run(**chosen | self._kwargs)
+            arguments["run_hash"] = run.identity.get("run_hash")
+        self._run = self._package.Run(**arguments | self._kwargs)
         self._run.name = run.project
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -239,8 +240,8 @@ class AimAdapter(PackageAdapter):
         self._run["hparams"] = values
 
     def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
-        kept = self._package.Text(value) if isinstance(value, str) else value
-        self._run.track(kept, **{"name": name, "step": step} | kwargs)
+        tracked = self._package.Text(value) if isinstance(value, str) else value
+        self._run.track(tracked, **{"name": name, "step": step} | kwargs)
 
     def log_images(self, values: Mapping[str, Sequence[Picture]], step: int | None = None, **kwargs: Any) -> None:
         """Log images under their names.
@@ -252,8 +253,8 @@ class AimAdapter(PackageAdapter):
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         for name, images in values.items():
-            several = [self._package.Image(drop_axis(image)) for image in convert_images(images, name)]
-            self._log_value(name, several[0] if len(several) == 1 else several, step, **kwargs)
+            aim_images = [self._package.Image(drop_gray_axis(picture)) for picture in convert_images(images, name)]
+            self._log_value(name, aim_images[0] if len(aim_images) == 1 else aim_images, step, **kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
         """Log a file or a folder.
@@ -268,8 +269,8 @@ class AimAdapter(PackageAdapter):
         """
         if self._run.artifacts_uri is None:
             self._run.set_artifacts_uri((Path(self._run.repo.path) / "artifacts").as_uri())
-        keep = self._run.log_artifacts if path.is_dir() else self._run.log_artifact
-        keep(str(path), name, **kwargs)
+        log_path = self._run.log_artifacts if path.is_dir() else self._run.log_artifact
+        log_path(str(path), name, **kwargs)
 
 
 class DVCLiveAdapter(PackageAdapter):
@@ -288,7 +289,7 @@ class DVCLiveAdapter(PackageAdapter):
 
     def __init__(self, live: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._given = self._run = live
+        self._script_live = self._run = live
 
     @property
     def identity(self) -> dict[str, Any] | None:
@@ -300,18 +301,18 @@ class DVCLiveAdapter(PackageAdapter):
 
         Do nothing if the script has passed its own `live` object.
         """
-        if self._given is not None:
+        if self._script_live is not None:
             return
-        chosen = {} if run.folder is None else {"dir": str(run.folder / "dvclive")}
-        known = {} if run.identity is None else {"dir": run.identity.get("dir"), "resume": True}
-        self._run = self._package.Live(**chosen | known | self._kwargs)
+        defaults = {} if run.folder is None else {"dir": str(run.folder / "dvclive")}
+        identity = {} if run.identity is None else {"dir": run.identity.get("dir"), "resume": True}
+        self._run = self._package.Live(**defaults | identity | self._kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as parameters.
 
         Values that are None are left out, because DVCLive cannot store them.
         """
-        self._run.log_params(_without_none(values))
+        self._run.log_params(_drop_none(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics. Strings go to the summary, the only place for text in DVCLive.
@@ -333,9 +334,9 @@ class DVCLiveAdapter(PackageAdapter):
         else:
             self._run.log_metric(name, value, **kwargs)
 
-    def _log_image(self, name: str, part: str, image: Picture, step: int | None, **kwargs: Any) -> None:
+    def _log_image(self, name: str, suffix: str, image: Picture, step: int | None, **kwargs: Any) -> None:
         """Write an image to `plots/images`, with the step in the file name."""
-        self._run.log_image(make_file_name(name, part, step), drop_axis(image), **kwargs)
+        self._run.log_image(make_file_name(name, suffix, step), drop_gray_axis(image), **kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
         """Log a file or a folder, which DVC tracks. Without a DVC repository it is not tracked, and DVCLive warns.
@@ -384,7 +385,7 @@ class TrackioAdapter(RowAdapter):
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         images = {
-            name + part: self._package.Image(convert_to_color(image)) for name, part, image in number_images(values)
+            name + suffix: self._package.Image(convert_to_color(image)) for name, suffix, image in number_images(values)
         }
         self._log_row(images, step, **kwargs)
 
@@ -394,6 +395,10 @@ def _replace_forbidden(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in values.items() if value is not None}
-    return {name: _without_none(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
+def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested mappings without the values that are None."""
+    return {
+        name: _drop_none(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if value is not None
+    }

@@ -19,7 +19,7 @@ from typing import Any
 
 from headway.version import __version__
 
-LONGEST = 10.0
+EXPORT_TIMEOUT = 10.0
 """Maximum duration of the last export before the subprocess exits, in seconds."""
 
 
@@ -52,20 +52,30 @@ def serve(lines: Iterator[Mapping[str, Any]]) -> None:
             if not line:
                 break
             for name, value in line.get("values", {}).items():
-                gauges[name] = gauges.get(name) or meter.create_gauge(_replace_forbidden(name))
+                if name not in gauges:
+                    gauges[name] = meter.create_gauge(_replace_forbidden(name))
                 gauges[name].set(float(value))
             if "event" in line:
-                name, told, now = line["event"], line["attributes"], int(line["time"] * 1e9)
-                level: dict[str, Any] = {"severity_number": SeverityNumber.INFO, "severity_text": "INFO"}
-                logger.emit(LogRecord(timestamp=now, event_name=name, body=name, attributes=told, **level))
+                record = LogRecord(
+                    timestamp=int(line["time"] * 1e9),  # nanoseconds
+                    event_name=line["event"],
+                    body=line["event"],
+                    attributes=line["attributes"],
+                    severity_number=SeverityNumber.INFO,
+                    severity_text="INFO",
+                )
+                logger.emit(record)
     logs.shutdown()
-    meters.shutdown(timeout_millis=LONGEST * 1000)
+    meters.shutdown(timeout_millis=EXPORT_TIMEOUT * 1000)
 
 
 def _replace_forbidden(name: str) -> str:
-    """Return the name, with "_" in place of each character that OpenTelemetry rejects."""
-    plain = re.sub(r"[^\w\-./]", "_", name, flags=re.ASCII)[:240]
-    return plain if plain[:1].isalpha() else f"value.{plain}"
+    """Return the name, with "_" in place of each character that OpenTelemetry rejects.
+
+    A name that does not begin with a letter gets the prefix "value.". Long names are cut to 240 characters.
+    """
+    replaced = re.sub(r"[^\w\-./]", "_", name, flags=re.ASCII)[:240]
+    return replaced if replaced[:1].isalpha() else f"value.{replaced}"
 
 
 if __name__ == "__main__":

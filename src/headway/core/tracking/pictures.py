@@ -13,6 +13,7 @@ from headway.errors import TrackingError
 
 _CHANNELS = (1, 3, 4)
 _COLOR_TYPES = {1: 0, 3: 2, 4: 6}
+"""Color type in a PNG header, by number of channels: grayscale, RGB and RGBA."""
 _LAYOUTS = "[H, W], [H, W, C], [C, H, W], [N, H, W, C] or [N, C, H, W] with C 1, 3 or 4"
 
 Picture = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
@@ -40,6 +41,11 @@ def convert_images(value: object, name: str) -> list[Picture]:
 
 
 def _to_array(value: object, name: str) -> numpy.ndarray[Any, Any]:
+    """Return a tensor on any device, an array or a PIL image as an array.
+
+    Raises:
+        TrackingError: If the value has another type.
+    """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         array: numpy.ndarray[Any, Any] = (value.float() if value.is_floating_point() else value).numpy()
@@ -52,6 +58,11 @@ def _to_array(value: object, name: str) -> numpy.ndarray[Any, Any]:
 
 
 def _to_picture(array: numpy.ndarray[Any, Any], name: str) -> Picture:
+    """Convert one image to a uint8 array of shape [H, W, C].
+
+    Raises:
+        TrackingError: If the image's shape or dtype is not supported.
+    """
     shape = array.shape
     if array.ndim == 2:
         array = array[:, :, None]
@@ -77,12 +88,12 @@ def number_images(values: Mapping[str, Sequence[Picture]]) -> Iterator[tuple[str
         values: Images by name, in any form that `convert_images` accepts.
     """
     for name, images in values.items():
-        several = convert_images(images, name)
-        for index, image in enumerate(several):
-            yield name, f"/{index}" if len(several) > 1 else "", image
+        pictures = convert_images(images, name)
+        for index, picture in enumerate(pictures):
+            yield name, f"/{index}" if len(pictures) > 1 else "", picture
 
 
-def drop_axis(image: Picture) -> Picture:
+def drop_gray_axis(image: Picture) -> Picture:
     """Return a grayscale image as an array of shape [H, W]; return other images unchanged."""
     return image.squeeze(2) if image.shape[2] == 1 else image
 
@@ -115,13 +126,14 @@ def write_png(path: Path, picture: Picture) -> None:
     path.write_bytes(encode_png(picture))
 
 
-def make_file_name(name: str, part: str, step: int | None) -> str:
+def make_file_name(name: str, suffix: str, step: int | None) -> str:
     """Return the file name of an image, such as "samples-00000100-0.png".
 
     Args:
         name: Name of the image. All characters except letters, digits, "-", "_", "." and "@" become "_".
-        part: Suffix from `number_images`.
+        suffix: Suffix from `number_images`.
         step: Step of the run; None for a file name without a step.
     """
-    plain = "".join(each if each.isalnum() or each in "-_.@" else "_" for each in name).strip(".") or "image"
-    return f"{plain}{'' if step is None else f'-{step:08d}'}{part.replace('/', '-')}.png"
+    stem = "".join(char if char.isalnum() or char in "-_.@" else "_" for char in name).strip(".") or "image"
+    step_text = "" if step is None else f"-{step:08d}"
+    return f"{stem}{step_text}{suffix.replace('/', '-')}.png"

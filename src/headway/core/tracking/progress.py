@@ -19,13 +19,13 @@ from headway.core.tracking.progress_outputs import (
     CellOutput,
     LinesOutput,
     TerminalOutput,
-    in_notebook,
+    is_in_notebook,
     is_live_possible,
 )
 from headway.errors import ConfigError
 
 Item = TypeVar("Item")
-_BROKEN_OFF = 1.0
+_INTERRUPTED_TIMEOUT = 1.0
 """Maximum number of seconds for which an interrupted loop waits for copies of device tensors to the host."""
 
 
@@ -72,14 +72,14 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._is_shown = runtime.is_main_process if main_process_only else runtime.is_local_main_process
         self._interval = interval
         self._file = file or sys.stderr
-        self._values: dict[str, Any] = {}
-        self._read: dict[str, float] = {}
-        self._asked: dict[str, Readback] | None = None
+        self._values: dict[str, Any] = {}  # as passed to `show`
+        self._read_values: dict[str, float] = {}  # latest numbers of device tensors that were copied to the host
+        self._pending_copies: dict[str, Readback] | None = None
         self._counts: dict[str, float] = {}
         self._initial = initial
         self._num_before = self._num_done = initial or 0
         self._is_over = False
-        self._is_broken_off = False
+        self._is_interrupted = False
         self._start = time.monotonic()
 
     def show(self, **values: float | str | torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 )
             self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
             if not isinstance(value, torch.Tensor):
-                self._read.pop(name, None)
+                self._read_values.pop(name, None)
 
     def add(self, **counts: float) -> None:
         """Add to counters that are shown as rates, as in `add(tokens=512)` for "3,210 tokens/s".
@@ -127,8 +127,11 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         """
         parts = self._make_parts()
         text = SEPARATOR.join(part for _, part in parts)
-        while width is not None and len(text) > width and (least := max(rank for rank, _ in parts)):
-            parts = [(rank, part) for rank, part in parts if rank < least]
+        while width is not None and len(text) > width:
+            least_important = max(priority for priority, _ in parts)
+            if least_important == 0:
+                break
+            parts = [(priority, part) for priority, part in parts if priority < least_important]
             text = SEPARATOR.join(part for _, part in parts)
         return text
 
@@ -138,57 +141,60 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         Parts with priority 0 are always shown. If the line is too long, the parts with the largest priority number
         are left out first.
         """
-        elapsed, num_moved = max(time.monotonic() - self._start, 1e-9), self._num_done - self._num_before
+        elapsed = max(time.monotonic() - self._start, 1e-9)
+        num_new = self._num_done - self._num_before  # without those before a resume
         parts = [(0, f"{self._num_done}/{self.total}" if self.total is not None else str(self._num_done))]
         # Users look at the first values most: the first one is always shown, the last ones are left out first.
-        parts += [
-            (min(number, 1) * (3 + number), f"{name} {_format_number(value)}")
-            for number, (name, value) in enumerate(self._collect_arrived().items())
-        ]
+        for index, (name, value) in enumerate(self._collect_values().items()):
+            priority = 0 if index == 0 else 3 + index
+            parts.append((priority, f"{name} {_format_number(value)}"))
         parts += [(1, f"{count / elapsed:,.0f} {name}/s") for name, count in self._counts.items()]
         if not self._counts:
-            parts.append((1, f"{num_moved / elapsed:,.1f}/s"))
+            parts.append((1, f"{num_new / elapsed:,.1f}/s"))
         parts.append((2, format_bytes(current().hardware.get_process_memory())))
-        parts += [(3, source()) for source in events.get_progress_texts()]
+        parts += [(3, make_text()) for make_text in events.get_progress_texts()]
         if self._is_over or (self.total is not None and self._num_done >= self.total):
             parts.append((0, f"in {format_seconds(elapsed)}"))
-        elif self.total is not None and num_moved:
-            left = elapsed / num_moved * max(0, self.total - self._num_done)
-            parts.append((0, f"{format_seconds(left)} left"))
+        elif self.total is not None and num_new:
+            remaining_seconds = elapsed / num_new * max(0, self.total - self._num_done)
+            parts.append((0, f"{format_seconds(remaining_seconds)} left"))
         else:
             parts.append((0, format_seconds(elapsed)))
         return parts
 
-    def _collect_arrived(self) -> dict[str, float | str]:
+    def _collect_values(self) -> dict[str, float | str]:
         """Return the values to show, by name. Device tensors are replaced by the latest number copied to the host."""
-        known: dict[str, float | str] = {}
+        shown: dict[str, float | str] = {}
         for name, value in self._values.items():
             if not isinstance(value, torch.Tensor):
-                known[name] = value
+                shown[name] = value
             elif value.device.type == "cpu":
-                known[name] = value.item()
-            elif name in self._read:
-                known[name] = self._read[name]
-        return known
+                shown[name] = value.item()
+            elif name in self._read_values:
+                shown[name] = self._read_values[name]
+        return shown
 
-    def _request_values(self) -> None:
+    def _start_copies(self) -> None:
         """Start copying the values of device tensors to the host, without blocking the loop.
 
         Nothing is started if an earlier copy has not been read yet.
         """
-        if self._asked is None:
+        if self._pending_copies is None:
             tensors = {name: value for name, value in self._values.items() if isinstance(value, torch.Tensor)}
-            self._asked = {name: Readback(each) for name, each in tensors.items() if each.device.type != "cpu"}
+            self._pending_copies = {
+                name: Readback(tensor) for name, tensor in tensors.items() if tensor.device.type != "cpu"
+            }
 
-    def _read_values(self) -> bool:
+    def _read_copies(self) -> bool:
         """Read the values of device tensors if all copies to the host are complete.
 
-        Return whether they were read. False if some copies are not complete, or if none were requested.
+        Return whether they were read. False if some copies are not complete, or if none were started.
         """
-        if self._asked is None or not all(asked.is_ready for asked in self._asked.values()):
+        copies = self._pending_copies
+        if copies is None or not all(copy.is_ready for copy in copies.values()):
             return False
-        self._read.update((name, asked.read().item()) for name, asked in self._asked.items())
-        self._asked = None
+        self._read_values.update((name, copy.read().item()) for name, copy in copies.items())
+        self._pending_copies = None
         return True
 
     def _end_loop(self) -> None:
@@ -198,11 +204,11 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         device might never finish.
         """
         self._is_over = True
-        self._asked = None
-        deadline = time.monotonic() + (_BROKEN_OFF if self._is_broken_off else math.inf)
+        self._pending_copies = None
+        deadline = time.monotonic() + (_INTERRUPTED_TIMEOUT if self._is_interrupted else math.inf)
         with suppress(RuntimeError):  # the device has failed, and the error that ends the loop explains it
-            self._request_values()
-            while not self._read_values() and time.monotonic() < deadline:
+            self._start_copies()
+            while not self._read_copies() and time.monotonic() < deadline:
                 time.sleep(0.001)
 
     def __len__(self) -> int:
@@ -215,38 +221,36 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._start = time.monotonic()
         self._num_done = self._num_before
         self._is_over = False
-        self._is_broken_off = True  # set to False when the loop completes
+        self._is_interrupted = True  # set to False when the loop completes
         self._counts.clear()
         if not self._is_shown:
             yield from self._iterable
             return
         display = self._open_display()
-        last = self._start if isinstance(display, LinesOutput) else 0.0
+        last_drawn = self._start if isinstance(display, LinesOutput) else 0.0
         try:
             for item in self._iterable:
                 yield item
                 self._num_done += 1
                 now = time.monotonic()
-                if now - last >= display.interval:
-                    last = now
-                    self._request_values()
-                if self._read_values():
+                if now - last_drawn >= display.interval:
+                    last_drawn = now
+                    self._start_copies()
+                if self._read_copies():
                     display.draw(self)
             else:
-                self._is_broken_off = False
+                self._is_interrupted = False
         finally:  # runs even if the loop is interrupted
             self._end_loop()
             display.close(self)
 
     def _open_display(self) -> "TerminalOutput | CellOutput | LinesOutput":
-        if self._file is sys.stderr and in_notebook():
+        if self._file is sys.stderr and is_in_notebook():
             return CellOutput()
         console = Console(file=self._file)
-        return (
-            TerminalOutput(self, console)
-            if is_live_possible(console, self._file)
-            else LinesOutput(self._file, self._interval)
-        )
+        if is_live_possible(console, self._file):
+            return TerminalOutput(self, console)
+        return LinesOutput(self._file, self._interval)
 
 
 def _count_resumed(iterable: Any) -> int:
@@ -254,9 +258,11 @@ def _count_resumed(iterable: Any) -> int:
 
     0 if the loader was not resumed in the middle of an epoch, or is not a prepared loader.
     """
-    consumed, size = getattr(iterable, "num_consumed", 0), getattr(iterable, "total_batch_size", None)
+    num_consumed, batch_size = getattr(iterable, "num_consumed", 0), getattr(iterable, "total_batch_size", None)
     is_running = getattr(iterable, "is_running", True)  # an interrupted pass is not continued
-    return consumed // size if isinstance(consumed, int) and isinstance(size, int) and size and not is_running else 0
+    if is_running or not isinstance(num_consumed, int) or not isinstance(batch_size, int) or not batch_size:
+        return 0
+    return num_consumed // batch_size
 
 
 def _get_length(iterable: Any) -> int | None:

@@ -12,8 +12,9 @@ from rich.table import Column
 from headway.common import env, scope
 
 _STYLE = "font-family: var(--jp-code-font-family, monospace); font-size: 13px; white-space: pre-wrap; margin: 2px 0"
-_BAR = 24
+_BAR_WIDTH = 24
 SEPARATOR = " | "
+"""Text between the parts of a progress line."""
 
 
 class ShownBar(Protocol):
@@ -40,13 +41,16 @@ class ShownBar(Protocol):
         """
 
 
-def in_notebook() -> bool:
+def is_in_notebook() -> bool:
     """Whether this code runs in a Jupyter kernel, whose outputs can be redrawn. False for IPython in a terminal."""
-    interactive = sys.modules.get("IPython")
-    shell = interactive.get_ipython() if interactive is not None else None
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
     kernel = None if shell is None else getattr(shell, "kernel", None)
+    if kernel is None:
+        return False
     # A forked child inherits the kernel's objects, but no front end receives its output.
-    return kernel is not None and getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid()
+    kernel_pid = getattr(getattr(kernel, "session", None), "pid", os.getpid())
+    return bool(kernel_pid == os.getpid())
 
 
 class _CellArea:
@@ -70,16 +74,16 @@ class NotebookBar(_CellArea):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: dict[int, tuple[str, str]] = {}
+        self._lines: dict[int, tuple[str, str]] = {}  # HTML and text of each bar, by the bar's id
 
     def show(self, bar: ShownBar) -> None:
         """Draw the current state of a bar. A bar that is shown already keeps its position."""
-        facts, moved = bar.facts(), ""
+        facts, progress = bar.facts(), ""
         if bar.total:
-            size = "width: 200px; vertical-align: middle"
-            moved = f'<progress value="{bar.num_done}" max="{bar.total}" style="{size}"></progress>'
-        head = f"{escape(bar.description)} " if bar.description else ""
-        html = f'<div style="{_STYLE}">{head}{moved} {escape(facts)}</div>'
+            style = "width: 200px; vertical-align: middle"
+            progress = f'<progress value="{bar.num_done}" max="{bar.total}" style="{style}"></progress>'
+        description = f"{escape(bar.description)} " if bar.description else ""
+        html = f'<div style="{_STYLE}">{description}{progress} {escape(facts)}</div>'
         self._lines[id(bar)] = html, f"{bar.description}: {facts}" if bar.description else facts
         self._redraw_lines()
 
@@ -137,17 +141,17 @@ class LinesOutput:
     def __init__(self, file: TextIO, interval: float) -> None:
         self.interval = interval
         self._file = file
-        self._num_shown = -1
+        self._num_printed = -1  # number of done items in the last line
 
     def draw(self, bar: ShownBar) -> None:
         """Print the state of a bar as one line."""
-        self._num_shown = bar.num_done
-        head = f"{bar.description}: " if bar.description else ""
-        print(f"{head}{bar.facts()}", file=self._file, flush=True)
+        self._num_printed = bar.num_done
+        description = f"{bar.description}: " if bar.description else ""
+        print(f"{description}{bar.facts()}", file=self._file, flush=True)
 
     def close(self, bar: ShownBar) -> None:
         """Print the bar's final state as one line, unless it has been printed."""
-        if self._num_shown != bar.num_done:
+        if self._num_printed != bar.num_done:
             self.draw(bar)
 
 
@@ -157,17 +161,17 @@ class TerminalOutput:
     interval = 0.2
 
     def __init__(self, bar: ShownBar, console: Console) -> None:
-        self._room = console.width - len(bar.description) - _BAR - 3
-        self._live = scope.get_or_create(_SharedDisplay)
-        self._is_outermost = not self._live
+        self._facts_width = console.width - len(bar.description) - _BAR_WIDTH - 3
+        self._display = scope.get_or_create(_SharedDisplay)
+        self._is_outermost = not self._display
         if self._is_outermost:
-            self._live.append(_new_bars(console))
-            self._live[0].start()
-        self._task = self._live[0].add_task(bar.description, total=bar.total, facts="")
+            self._display.append(_make_rich_progress(console))
+            self._display[0].start()
+        self._task = self._display[0].add_task(bar.description, total=bar.total, facts="")
 
     def draw(self, bar: ShownBar) -> None:
         """Redraw a bar with its current state."""
-        self._live[0].update(self._task, completed=bar.num_done, facts=bar.facts(self._room))
+        self._display[0].update(self._task, completed=bar.num_done, facts=bar.facts(self._facts_width))
 
     def close(self, bar: ShownBar) -> None:
         """Draw the final state of a bar.
@@ -176,9 +180,9 @@ class TerminalOutput:
         """
         self.draw(bar)
         if self._is_outermost:
-            self._live.pop().stop()
+            self._display.pop().stop()
         else:
-            self._live[0].remove_task(self._task)
+            self._display[0].remove_task(self._task)
 
 
 class CellOutput:
@@ -187,14 +191,14 @@ class CellOutput:
     interval = 0.2
 
     def __init__(self) -> None:
-        self._cells = scope.get_or_create(_SharedNotebookBar)
-        self._is_outermost = not self._cells
+        self._shared_bar = scope.get_or_create(_SharedNotebookBar)
+        self._is_outermost = not self._shared_bar
         if self._is_outermost:
-            self._cells.append(NotebookBar())
+            self._shared_bar.append(NotebookBar())
 
     def draw(self, bar: ShownBar) -> None:
         """Redraw a bar with its current state."""
-        self._cells[0].show(bar)
+        self._shared_bar[0].show(bar)
 
     def close(self, bar: ShownBar) -> None:
         """Draw the final state of the outermost loop's bar, which stays visible.
@@ -203,17 +207,17 @@ class CellOutput:
         """
         if self._is_outermost:
             self.draw(bar)
-            self._cells.pop()
+            self._shared_bar.pop()
         else:
-            self._cells[0].remove(bar)
+            self._shared_bar[0].remove(bar)
 
 
-def _new_bars(console: Console) -> Progress:
-    whole = Column(no_wrap=True, overflow="ellipsis")
+def _make_rich_progress(console: Console) -> Progress:
+    facts_column = Column(no_wrap=True, overflow="ellipsis")
     return Progress(
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=_BAR),
-        TextColumn("{task.fields[facts]}", style="dim", markup=False, table_column=whole),
+        BarColumn(bar_width=_BAR_WIDTH),
+        TextColumn("{task.fields[facts]}", style="dim", markup=False, table_column=facts_column),
         console=console,
         refresh_per_second=4,
         # Print the loop's output above the bar, unless standard output is redirected to a file.

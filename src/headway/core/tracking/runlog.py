@@ -33,10 +33,15 @@ from typing import Any
 from headway.errors import StateError, TrackingError
 
 FILE = "log.jsonl"
+"""Name of a run log's file."""
 FORMAT = 1
+"""Version of the format, which each "run" line contains."""
 MEASURED = "headway/"
+"""Prefix for names of values that the library measures itself."""
 SUPERSEDING = frozenset({"resumed", "started_over"})
-_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""Kinds of events after which earlier values of later steps are superseded."""
+RUN_LINE_START = b'{"kind":"run"'
+"""First bytes of each "run" line, and therefore of each run log."""
 _MAX_DEPTH = 50
 _MAX_REPR = 200
 
@@ -55,6 +60,8 @@ class RunLog:
         folder: Folder of the run, created if missing. An existing log is continued.
 
     Attributes:
+        folder: Folder of the run.
+        path: Path of the log file.
         attempt: Number of this process start in the log, from 1; 0 before `write_start` is called.
 
     Raises:
@@ -67,9 +74,9 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / FILE
         self._lock = threading.Lock()
-        self._is_torn = False
+        self._ends_in_partial_line = False  # after a write that failed
         self.attempt = 0
-        self._num_before = _remove_torn_line(self.path)
+        self._num_earlier_starts = _remove_partial_line(self.path)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
 
     def write_start(
@@ -93,7 +100,7 @@ class RunLog:
         Returns:
             Number of process starts in the log, including this one.
         """
-        self.attempt = self._num_before + 1
+        self.attempt = self._num_earlier_starts + 1
         self._write_entry(
             "run",
             format=FORMAT,
@@ -111,7 +118,7 @@ class RunLog:
 
         Call it instead of `write_start`.
         """
-        self.attempt = self._num_before
+        self.attempt = self._num_earlier_starts
         self._write_entry("reopened")
 
     def write_values(self, step: int | None, values: Mapping[str, Value]) -> None:
@@ -168,13 +175,13 @@ class RunLog:
         with self._lock:
             if self._file.closed:
                 raise StateError(f"{self.path} is closed: its run has ended")
-            if self._is_torn:
+            if self._ends_in_partial_line:
                 line = b"\n" + line
             unwritten = memoryview(line)
             while unwritten:
-                self._is_torn = True
+                self._ends_in_partial_line = True
                 unwritten = unwritten[self._file.write(unwritten) :]
-            self._is_torn = False
+            self._ends_in_partial_line = False
 
 
 def convert_to_json(value: Any, depth: int = 0) -> Any:
@@ -193,9 +200,11 @@ def convert_to_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
         if math.isnan(value):
             return "nan"
-        return float(value) if math.isfinite(value) else "inf" if value > 0 else "-inf"
+        return "inf" if value > 0 else "-inf"
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # NumPy scalars and 0-d tensors
         return convert_to_json(value.item(), _MAX_DEPTH)
     if depth < _MAX_DEPTH:
@@ -228,7 +237,7 @@ def list_leaves(values: Mapping[Any, Any], separator: str = "/", prefix: str = "
             yield f"{prefix}{name}", value
 
 
-def _remove_torn_line(path: Path) -> int:
+def _remove_partial_line(path: Path) -> int:
     """Remove a run log's last line if a kill has left it incomplete. Return the number of process starts in the log.
 
     Raises:
@@ -238,23 +247,27 @@ def _remove_torn_line(path: Path) -> int:
         data = path.read_bytes()
     except FileNotFoundError:
         return 0
-    head, newline, tail = data.rpartition(b"\n")
+    head, newline, last_line = data.rpartition(b"\n")
     lines = head.split(b"\n") if newline else []
-    opening = b'{"kind":"run"'
-    first = next((line for line in lines if line.strip()), tail)
-    if first and _parse_line(first) is None and not (first is tail and opening.startswith(tail[: len(opening)])):
-        raise TrackingError(_describe_other_file(path))
-    if tail:
-        if _parse_line(tail) is not None:
+    first_line = next((line for line in lines if line.strip()), None)
+    if first_line is not None:
+        is_run_log = parse_line(first_line) is not None
+    else:  # the file contains at most one line, which may be the start of a "run" line
+        is_start = RUN_LINE_START.startswith(last_line[: len(RUN_LINE_START)])
+        is_run_log = is_start or parse_line(last_line) is not None
+    if not is_run_log:
+        raise TrackingError(describe_other_file(path))
+    if last_line:
+        if parse_line(last_line) is not None:  # only the end of the line is missing
             with open(path, "ab", buffering=0) as file:
                 file.write(b"\n")
-            lines.append(tail)
+            lines.append(last_line)
         else:
-            os.truncate(path, len(data) - len(tail))
-    return sum(line.startswith(opening) for line in lines)
+            os.truncate(path, len(data) - len(last_line))
+    return sum(line.startswith(RUN_LINE_START) for line in lines)
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line; None if the line is incomplete or does not belong to a run log."""
     try:
         entry = json.loads(line.decode("utf-8"))
@@ -263,9 +276,10 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
         return None
     moment, step = entry.get("time"), entry.get("step")
-    is_timed = isinstance(moment, int | float) and not isinstance(moment, bool)
-    return entry if is_timed and (step is None or type(step) is int) else None
+    has_time = isinstance(moment, int | float) and not isinstance(moment, bool)
+    return entry if has_time and (step is None or type(step) is int) else None
 
 
-def _describe_other_file(path: Path) -> str:
+def describe_other_file(path: Path) -> str:
+    """Return the error message for a file that is not a run log."""
     return f"{path} is not a run log of Headway's: its first line is not a JSON object with 'kind' and 'time'; give another file"

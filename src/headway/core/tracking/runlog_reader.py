@@ -4,19 +4,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.core.tracking.runlog import (
-    _WORDS,
     FILE,
     FORMAT,
     MEASURED,
+    RUN_LINE_START,
     SUPERSEDING,
     Point,
-    _describe_other_file,
-    _parse_line,
+    describe_other_file,
+    parse_line,
 )
 from headway.errors import TrackingError
+
+_NON_FINITE_TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""Floats that strict JSON cannot represent, by the texts that stand for them in a run log."""
 
 
 @dataclass(frozen=True)
@@ -139,33 +142,39 @@ def read_run(path: str | Path) -> LoggedRun:
     """
     file = _locate_log(Path(path))
     lines = file.read_bytes().split(b"\n")
-    run, reader = LoggedRun(file), None
+    run = LoggedRun(file)
+    reader: _LogReader | None = None  # created for the first line that can be parsed
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        entry = _parse_line(line)
-        if entry is None and reader is None and number < len(lines):
-            raise TrackingError(_describe_other_file(file))
+        entry = parse_line(line)
         if entry is None:
-            if number < len(lines):
+            if number < len(lines):  # the last line may be incomplete
+                if reader is None:
+                    raise TrackingError(describe_other_file(file))
                 run.damaged.append(number)
             continue
         reader = reader or _LogReader(run)
         try:
-            reader.take_line(entry)
+            reader.process_entry(entry)
         except TrackingError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError):
             run.damaged.append(number)
     if reader is None:
-        if lines[0].strip() and not lines[0].startswith(b'{"kind":"run"'[: len(lines[0])]):
-            raise TrackingError(_describe_other_file(file))
+        if lines[0].strip() and not lines[0].startswith(RUN_LINE_START[: len(lines[0])]):
+            raise TrackingError(describe_other_file(file))
         raise TrackingError(f"{file} has no complete line yet; has the run begun?")
-    reader.finish()
+    reader.drop_superseded()
     return run
 
 
 def _locate_log(path: Path) -> Path:
+    """Return the path of the log file, for the path of the file or of its folder.
+
+    Raises:
+        TrackingError: If there is no log file. The message names the logs in the folder's subfolders.
+    """
     file = path / FILE if path.is_dir() else path
     if file.is_file():
         return file
@@ -176,12 +185,23 @@ def _locate_log(path: Path) -> Path:
     raise TrackingError(f"{path} does not exist; give a run's folder or its {FILE}")
 
 
+class LogSection(NamedTuple):
+    """Section of a run log. A new one begins at each process start, and whenever the run returns to an earlier step.
+
+    Attributes:
+        attempt: Number of the process start, from 1; 0 before the first one.
+        returned_to: Step to which the run returned at the beginning of the section; infinity if it did not.
+    """
+
+    attempt: int
+    returned_to: float
+
+
 class _LogReader:
     """Reader that processes the lines of a run log in order, and removes superseded points at the end.
 
-    It divides the log into numbered parts. A new part begins at each process start, and whenever the run returns to
-    an earlier step. The reader stores each point with the number of its part. From these numbers, `finish`
-    determines which points a later part superseded.
+    It stores each point with the index of its section of the log (`LogSection`). From these indices, `drop_superseded`
+    determines which points a later section superseded.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -190,80 +210,95 @@ class _LogReader:
         self.media: list[tuple[int, LoggedFile]] = []
         self.attempt = 0
         self.last_step: int | None = None
-        # For each part (era): the number of the process start, and the step to which the run returned at its beginning.
-        self.eras: list[tuple[int, float]] = [(0, math.inf)]
+        self.sections = [LogSection(0, math.inf)]
 
-    def take_line(self, entry: Mapping[str, Any]) -> None:
+    def process_entry(self, entry: Mapping[str, Any]) -> None:
+        """Add the content of one line to the run.
+
+        Raises:
+            TrackingError: If a later version of Headway wrote the log.
+            KeyError, TypeError, ValueError, AttributeError: If the line is damaged.
+        """
         moment, kind = float(entry["time"]), entry["kind"]
         if kind == "run":
             self._start_attempt(moment, entry)
         self.run.last_time = moment
+        section = len(self.sections) - 1
         if kind == "values":
             step = entry.get("step")
             self.last_step = self.last_step if step is None else step
-            for name, value in dict(entry["values"]).items():
-                known = _WORDS.get(value, value) if isinstance(value, str) else value
-                if isinstance(known, int | float | str):
-                    self.points.setdefault(name, []).append((len(self.eras) - 1, (step, moment, known)))
+            for name, logged in dict(entry["values"]).items():
+                value = _NON_FINITE_TEXTS.get(logged, logged) if isinstance(logged, str) else logged
+                if isinstance(value, int | float | str):
+                    self.points.setdefault(name, []).append((section, (step, moment, value)))
         elif kind == "event":
             event = LoggedEvent(str(entry["event"]), entry.get("step"), moment, dict(entry.get("details") or {}))
             self.run.events.append(event)
             if event.name in SUPERSEDING and event.step is not None:
-                self.eras.append((self.attempt, event.step))
+                self.sections.append(LogSection(self.attempt, event.step))
         elif kind in ("image", "artifact"):
-            where = self.run.path.parent / str(entry["file"])
-            medium = LoggedFile(kind, str(entry["name"]), entry.get("step"), moment, where)
-            self.media.append((len(self.eras) - 1, medium))
+            path = self.run.path.parent / str(entry["file"])
+            self.media.append((section, LoggedFile(kind, str(entry["name"]), entry.get("step"), moment, path)))
         elif kind == "reopened":
             self.run.summary = None
         elif kind == "end":
             self.run.summary = dict(entry.get("summary") or {})
 
     def _start_attempt(self, moment: float, entry: Mapping[str, Any]) -> None:
+        """Add a process start to the run.
+
+        Raises:
+            TrackingError: If a later version of Headway wrote the log.
+        """
         version = entry.get("format")
         if not isinstance(version, int) or version > FORMAT:
             raise TrackingError(
                 f"{self.run.path} is of format {version!r}, and this version of Headway reads up to {FORMAT}; upgrade it"
             )
         self.attempt += 1
-        self.eras.append((self.attempt, math.inf))
-        is_after_end, self.run.summary = self.run.summary is not None, None
+        self.sections.append(LogSection(self.attempt, math.inf))
+        is_after_end = self.run.summary is not None
+        self.run.summary = None
         self.run.starts.append(
             ProcessStart(
-                moment,
-                self.attempt,
-                str(entry.get("project", "")),
-                dict(entry.get("config") or {}),
-                int(entry.get("world_size", 1)),
-                str(entry.get("device", "")),
-                dict(entry.get("versions") or {}),
-                is_after_end,
-                self.run.last_time if self.run.starts else math.nan,
-                self.last_step,
+                time=moment,
+                attempt=self.attempt,
+                project=str(entry.get("project", "")),
+                config=dict(entry.get("config") or {}),
+                world_size=int(entry.get("world_size", 1)),
+                device=str(entry.get("device", "")),
+                versions=dict(entry.get("versions") or {}),
+                is_after_end=is_after_end,
+                last_time=self.run.last_time if self.run.starts else math.nan,
+                last_step=self.last_step,
             )
         )
 
-    def finish(self) -> None:
+    def drop_superseded(self) -> None:
         """Store the points, images and artifacts in the `LoggedRun`, except superseded ones.
 
         A point, image or artifact is superseded if the run later returned to an earlier step. A point is also
         superseded if a later process logged the same value again for the same step.
         """
-        lowest, limits = math.inf, []
-        for _, step in reversed(self.eras):
-            limits.append(lowest)
-            lowest = min(lowest, step)
-        limits.reverse()
-        is_cut = lowest < math.inf
-        self.run.media = [each for era, each in self.media if each.step is None or each.step <= limits[era]]
+        # Last valid step of each section: the lowest step to which a later section returned.
+        lowest, last_steps = math.inf, []
+        for section in reversed(self.sections):
+            last_steps.append(lowest)
+            lowest = min(lowest, section.returned_to)
+        last_steps.reverse()
+        self.run.media = [
+            medium for section, medium in self.media if medium.step is None or medium.step <= last_steps[section]
+        ]
         for name, points in self.points.items():
-            if is_cut:
-                points = [each for each in points if each[1][0] is None or each[1][0] <= limits[each[0]]]
-            newest: dict[int, int] = {}
-            for era, (number, _, _) in points:
-                if number is not None:
-                    newest[number] = max(self.eras[era][0], newest.get(number, 0))
-            kept = [point for era, point in points if point[0] is None or self.eras[era][0] == newest[point[0]]]
+            valid: list[tuple[int, Point]] = []  # pairs of (attempt, point)
+            last_attempts: dict[int, int] = {}  # last attempt that logged the value, by step
+            for section_index, point in points:
+                step, attempt = point[0], self.sections[section_index].attempt
+                if step is None or step <= last_steps[section_index]:
+                    valid.append((attempt, point))
+                    if step is not None:
+                        last_attempts[step] = max(attempt, last_attempts.get(step, 0))
+            kept = [point for attempt, point in valid if point[0] is None or attempt == last_attempts[point[0]]]
             if kept:
-                is_own = name.startswith(MEASURED)
-                (self.run.measured if is_own else self.run.values)[name.removeprefix(MEASURED)] = kept
+                target = self.run.measured if name.startswith(MEASURED) else self.run.values
+                target[name.removeprefix(MEASURED)] = kept

@@ -1,5 +1,6 @@
 """Selection of trackers for `log_with=`, by name, by entry point, or as objects."""
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import Enum
 from importlib import import_module
@@ -19,7 +20,8 @@ GROUP = "headway.trackers"
 The entry point's name is the tracker's name. It must refer to a `Tracker` class, whose arguments are the tracker's
 entry in `init_kwargs`.
 """
-_ALWAYS = "jsonl"
+_RUN_LOG = "jsonl"
+"""Name of the run log, which is always written and therefore selects no tracker."""
 _BUILT_IN = {
     "tensorboard": "local.TensorBoardAdapter",
     "wandb": "services.WandbAdapter",
@@ -52,15 +54,12 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
         OptionalDependencyMissing: On rank 0, if the package of a tracker that was selected by name is not installed.
     """
     chosen: dict[str, Choice] = {}
-    for each in log_with if isinstance(log_with, list | tuple | set) else [_ALWAYS if log_with is None else log_with]:
-        choices: list[Any] = []
-        if isinstance(each, Tracker | TrackerMaker):
-            choices = [each]
-        elif (asked := _read_name(each)) == "all":
-            choices = [maker for maker in _find_installed(has_folder, is_main) if maker.name not in chosen]
-        elif asked != _ALWAYS:
-            choices = [_make_by_name(asked, is_main)]
-        for choice in choices:
+    if isinstance(log_with, list | tuple | set):
+        entries = list(log_with)
+    else:
+        entries = [] if log_with is None else [log_with]
+    for entry in entries:
+        for choice in _select_entry(entry, chosen, has_folder, is_main):
             name = getattr(choice, "name", None)
             if not isinstance(name, str):
                 raise ConfigError(f"the tracker {type(choice).__name__} needs a `name`: a text to find it by")
@@ -73,11 +72,26 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
     return list(chosen.values())
 
 
-def _read_name(each: object) -> str:
-    name = each.value if isinstance(each, Enum) else each
+def _select_entry(entry: object, chosen: Mapping[str, Choice], has_folder: bool, is_main: bool) -> list[Any]:
+    """Return the trackers that one entry of `log_with` selects. "all" leaves out those in `chosen`."""
+    if isinstance(entry, Tracker | TrackerMaker):
+        return [entry]
+    name = _read_name(entry)
+    if name == "all":
+        return [maker for maker in _find_installed(has_folder, is_main) if maker.name not in chosen]
+    return [] if name == _RUN_LOG else [_make_by_name(name, is_main)]
+
+
+def _read_name(entry: object) -> str:
+    """Return the name in an entry of `log_with`, in the spelling of the tracker.
+
+    Raises:
+        ConfigError: If the entry is not a name.
+    """
+    name = entry.value if isinstance(entry, Enum) else entry
     if not isinstance(name, str):
         raise ConfigError(
-            f"log_with={each!r} is not a tracker; give a name ({', '.join(_list_names())}), 'all', a "
+            f"log_with={entry!r} is not a tracker; give a name ({', '.join(_list_names())}), 'all', a "
             "headway.Tracker, or a list of these"
         )
     known = {each.lower(): each for each in _list_names()}  # the name of an entry point can have capital letters
@@ -89,6 +103,12 @@ def _list_names() -> list[str]:
 
 
 def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
+    """Return the factory of the tracker with a name.
+
+    Raises:
+        ConfigError: If the name is unknown.
+        OptionalDependencyMissing: On rank 0, if the tracker's package is not installed.
+    """
     if name not in _list_names():
         near = get_close_matches(name, _list_names(), 1)
         raise ConfigError(
@@ -97,30 +117,33 @@ def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
         )
     maker = _load_maker(name)
     if is_main and name in _BUILT_IN and not is_available(_MODULES.get(name, name)):
-        extra = getattr(maker.make, "requirement", "")
-        line = f"'{extra}'" if extra else name
-        raise OptionalDependencyMissing(f"log_with={name!r} needs {name}, which is not installed: pip install {line}")
+        requirement = getattr(maker.make, "requirement", "")
+        argument = f"'{requirement}'" if requirement else name
+        raise OptionalDependencyMissing(
+            f"log_with={name!r} needs {name}, which is not installed: pip install {argument}"
+        )
     return maker
 
 
 def _load_maker(name: str) -> TrackerMaker:
-    plugged = [each for each in entry_points(group=GROUP) if each.name == name]
-    if plugged:
-        kind = plugged[0].load()
+    registered = [each for each in entry_points(group=GROUP) if each.name == name]
+    if registered:
+        tracker_class = registered[0].load()
     else:
         module, _, attribute = _BUILT_IN[name].partition(".")
-        kind = getattr(import_module(f"headway.core.tracking.{module}"), attribute)
-    return TrackerMaker(name, kind, getattr(kind, "requires_logging_directory", False))
+        tracker_class = getattr(import_module(f"headway.core.tracking.{module}"), attribute)
+    return TrackerMaker(name, tracker_class, getattr(tracker_class, "requires_logging_directory", False))
 
 
 def _find_installed(has_folder: bool, is_main: bool) -> list[TrackerMaker]:
+    """Return the factories of all trackers whose packages are installed, for `log_with="all"`."""
     # Other packages install OpenTelemetry too, and without an endpoint no collector is listening.
-    out = set() if env.get("OTEL_EXPORTER_OTLP_ENDPOINT") else {"opentelemetry"}
-    fitting = [name for name in _list_names() if name not in _BUILT_IN or is_available(_MODULES.get(name, name))]
-    found = [_load_maker(name) for name in fitting if name not in out]
-    if not found and is_main:
+    excluded = set() if env.get("OTEL_EXPORTER_OTLP_ENDPOINT") else {"opentelemetry"}
+    installed = [name for name in _list_names() if name not in _BUILT_IN or is_available(_MODULES.get(name, name))]
+    makers = [_load_maker(name) for name in installed if name not in excluded]
+    if not makers and is_main:
         log.warning("log_with='all' found no tracker installed: pip install 'headway[trackers]'")
-    for maker in found:
+    for maker in makers:
         if maker.requires_logging_directory and not has_folder:
             log.info("log_with='all' leaves %s out: it needs a logging_dir", maker.name)
-    return [maker for maker in found if has_folder or not maker.requires_logging_directory]
+    return [maker for maker in makers if has_folder or not maker.requires_logging_directory]

@@ -21,7 +21,7 @@ from headway.common.optional import require
 from headway.core.tracking import otlp
 from headway.core.tracking.adapters import PackageAdapter, RowAdapter
 from headway.core.tracking.base import TrackedRun, Tracker
-from headway.core.tracking.pictures import Picture, drop_axis, encode_png
+from headway.core.tracking.pictures import Picture, drop_gray_axis, encode_png
 from headway.core.tracking.runlog import convert_to_json, list_leaves
 from headway.errors import TrackingError
 from headway.log import get_logger
@@ -46,16 +46,16 @@ class WandbAdapter(RowAdapter):
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or continue the one that `run.identity` identifies."""
-        more: dict[str, Any] = {} if run.folder is None else {"dir": str(run.folder)}
+        defaults: dict[str, Any] = {} if run.folder is None else {"dir": str(run.folder)}
         if hasattr(self._package.Settings(), "finish_timeout"):
             # Without a limit, an upload that makes no progress would occupy the machines forever.
-            more["settings"] = self._package.Settings(finish_timeout=600.0)
-        chosen = self._choose_arguments(run, **more)
-        if "mode" not in chosen and env.get("WANDB_MODE") is None and not self._is_logged_in():
+            defaults["settings"] = self._package.Settings(finish_timeout=600.0)
+        arguments = self._choose_arguments(run, **defaults)
+        if "mode" not in arguments and env.get("WANDB_MODE") is None and not self._is_logged_in():
             log.info("wandb: no user is logged in, so the run is written offline; `wandb sync` uploads it")
-            chosen["mode"] = "offline"
+            arguments["mode"] = "offline"
         try:
-            self._run = self._package.init(**chosen)
+            self._run = self._package.init(**arguments)
         except self._package.errors.CommError as error:
             if "mode" in self._kwargs:
                 raise
@@ -63,11 +63,12 @@ class WandbAdapter(RowAdapter):
             log.warning(
                 "wandb: the server cannot be reached (%s): the run is written offline; `wandb sync` uploads it", reason
             )
-            self._run = self._package.init(**chosen | {"mode": "offline"})
+            self._run = self._package.init(**arguments | {"mode": "offline"})
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
 
     def _is_logged_in(self) -> bool:
+        """Whether W&B would find credentials: in the environment, or for its host in a netrc file."""
         if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
             return True
         host = urlparse(env.get("WANDB_BASE_URL") or self._package.Settings().base_url).hostname or ""
@@ -107,20 +108,20 @@ class CometAdapter(PackageAdapter):
 
     def begin(self, run: TrackedRun) -> None:
         """Start an experiment, or continue the one that `run.identity` identifies."""
-        chosen: dict[str, Any] = {"project_name": run.project}
+        arguments: dict[str, Any] = {"project_name": run.project}
         if run.identity is not None:
-            chosen |= {"experiment_key": run.identity.get("experiment_key"), "mode": "get_or_create"}
+            arguments |= {"experiment_key": run.identity.get("experiment_key"), "mode": "get_or_create"}
         if "online" not in self._kwargs and self._kwargs.get("api_key") is None and not self._has_key():
             log.info(
                 "comet_ml: there is no API key, so the experiment is written offline; upload it with `comet upload`"
             )
-            chosen["online"] = False
+            arguments["online"] = False
             if run.folder is not None and "experiment_config" not in self._kwargs:
-                chosen["experiment_config"] = self._package.ExperimentConfig(offline_directory=str(run.folder))
-        self._run = self._package.start(**chosen | self._kwargs)
+                arguments["experiment_config"] = self._package.ExperimentConfig(offline_directory=str(run.folder))
+        self._run = self._package.start(**arguments | self._kwargs)
 
     def _has_key(self) -> bool:
-        # read from COMET_API_KEY or one of Comet's files
+        """Whether there is an API key in the environment or in one of Comet's files."""
         return bool(env.get("COMET_API_KEY") or self._package.get_config("comet.api_key"))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -133,8 +134,8 @@ class CometAdapter(PackageAdapter):
         else:
             self._run.log_metrics({name: value}, **{"step": step} | kwargs)
 
-    def _log_image(self, name: str, part: str, image: Picture, step: int | None, **kwargs: Any) -> None:
-        self._run.log_image(io.BytesIO(encode_png(image)), **{"name": name + part, "step": step} | kwargs)
+    def _log_image(self, name: str, suffix: str, image: Picture, step: int | None, **kwargs: Any) -> None:
+        self._run.log_image(io.BytesIO(encode_png(image)), **{"name": name + suffix, "step": step} | kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
         """Log a file, or the files of a folder, as assets.
@@ -177,8 +178,8 @@ class ClearMLAdapter(PackageAdapter):
 
         A task cannot be continued if it was written offline, or if the script started it itself.
         """
-        is_known = self._run is not None and self._is_own and not self._run.is_offline()
-        return {"id": self._run.id} if is_known else None
+        can_continue = self._run is not None and self._is_own and not self._run.is_offline()
+        return {"id": self._run.id} if can_continue else None
 
     def begin(self, run: TrackedRun) -> None:
         """Start a task, or continue the one that `run.identity` identifies."""
@@ -187,22 +188,22 @@ class ClearMLAdapter(PackageAdapter):
         self._is_own = self._run is None
         if not self._is_own:
             return
-        chosen: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "project_name": env.get("CLEARML_PROJECT") or run.project,
             "task_name": env.get("CLEARML_TASK") or run.project,
         }
         if run.identity is not None:
-            chosen |= {"continue_last_task": run.identity.get("id")}
-        chosen |= self._kwargs
-        missing = require("clearml.backend_api.session.defs", "log_with='clearml' needs", "clearml").MissingConfigError
+            arguments |= {"continue_last_task": run.identity.get("id")}
+        arguments |= self._kwargs
+        defs = require("clearml.backend_api.session.defs", "log_with='clearml' needs", "clearml")
         try:
-            self._run = task.init(**chosen)
-        except missing:
+            self._run = task.init(**arguments)
+        except defs.MissingConfigError:
             log.info(
                 "clearml is not configured here, so the task is written offline; upload it with Task.import_offline_session"
             )
             task.set_offline(True)
-            self._run = task.init(**chosen)
+            self._run = task.init(**arguments)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Connect the run's configuration to the ClearML task, which shows it among its configuration objects."""
@@ -221,11 +222,12 @@ class ClearMLAdapter(PackageAdapter):
         else:
             logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
-    def _log_image(self, name: str, part: str, image: Picture, step: int | None, **kwargs: Any) -> None:
+    def _log_image(self, name: str, suffix: str, image: Picture, step: int | None, **kwargs: Any) -> None:
         """Log an image as a debug sample of the ClearML task."""
         title, series = split_title_and_series(name)
-        shown = drop_axis(image)
-        self._run.get_logger().report_image(title=title, series=series + part, iteration=step, image=shown, **kwargs)
+        self._run.get_logger().report_image(
+            title=title, series=series + suffix, iteration=step, image=drop_gray_axis(image), **kwargs
+        )
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
         """Log a file or a folder as an artifact.
@@ -255,16 +257,16 @@ class SwanLabAdapter(RowAdapter):
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or continue the one that `run.identity` identifies."""
-        more: dict[str, Any] = {}
-        if run.folder is not None and "logdir" not in self._kwargs:
-            more["log_dir"] = str(run.folder / "swanlab")
+        defaults: dict[str, Any] = {}
+        if run.folder is not None and "logdir" not in self._kwargs:  # SwanLab accepts both names
+            defaults["log_dir"] = str(run.folder / "swanlab")
         if "mode" not in self._kwargs and env.get("SWANLAB_MODE") is None and not self._is_logged_in():
             log.info("swanlab: no user is logged in, so the run is written offline; upload it with `swanlab sync`")
-            more["mode"] = "offline"
-        self._run = self._package.init(**self._choose_arguments(run, **more))
+            defaults["mode"] = "offline"
+        self._run = self._package.init(**self._choose_arguments(run, **defaults))
 
     def _is_logged_in(self) -> bool:
-        # From the environment, or from a file in this folder or the home folder.
+        """Whether there is an API key in the environment, or in a file in this folder or the home folder."""
         return bool(env.get("SWANLAB_API_KEY") or self._package.Settings().api_key)
 
     def _log_row(self, row: dict[str, Any], step: int | None, **kwargs: Any) -> None:
@@ -303,7 +305,7 @@ class OpenTelemetryAdapter(Tracker):
     def __init__(self, resource: Mapping[str, Any] | None = None) -> None:
         self._resource = resource or {}
         self._identity = dict[str, Any]()
-        self._is_told = False
+        self._has_reported_error = False
 
     @property
     def identity(self) -> dict[str, Any] | None:
@@ -316,12 +318,15 @@ class OpenTelemetryAdapter(Tracker):
         The subprocess runs in its own session, so that signals to this process's group do not end it. It ends when
         its input ends.
         """
-        command, pipe = [sys.executable, "-m", otlp.__name__], subprocess.PIPE
-        self._sender: Any = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
+        sender: Any = subprocess.Popen(
+            [sys.executable, "-m", otlp.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        out: Any = self._sender.stdout
-        os.set_blocking(out.fileno(), False)
+        self._sender = sender
+        os.set_blocking(sender.stdout.fileno(), False)  # `log` reads its errors without waiting for them
         self._identity = dict(run.identity or {"service.instance.id": str(uuid.uuid4())})
         self._send_line({"service.name": run.project, **self._identity, **self._resource})
 
@@ -342,13 +347,13 @@ class OpenTelemetryAdapter(Tracker):
             TrackingError: If the separate process has ended. Also at the first error that it reports, such as a
                 collector that cannot be reached.
         """
-        values = convert_to_json(values)  # the SDK drops non-finite numbers, so send them as text
-        texts = {name: value for name, value in values.items() if isinstance(value, str)}
-        numbers = {name: value for name, value in values.items() if name not in texts}
+        json_values = convert_to_json(values)  # the SDK drops non-finite numbers, so send them as text
+        texts = {name: value for name, value in json_values.items() if isinstance(value, str)}
+        numbers = {name: value for name, value in json_values.items() if name not in texts}
         self._send_line({"values": numbers | ({} if step is None else {"headway.step": step})})
         if texts:
             self.log_event("text", texts, step)
-        self._pass_on()
+        self._raise_first_error()
 
     def log_event(self, name: str, details: Mapping[str, Any], step: int | None = None) -> None:
         """Send a run event as a log record.
@@ -358,8 +363,11 @@ class OpenTelemetryAdapter(Tracker):
             details: Details of the event, as JSON values.
             step: Number of optimizer updates at which the event occurred. Default: None, for an event without a step.
         """
-        flat = dict(list_leaves({"step": step, **details}, ".")).items()
-        attributes = {k: v if isinstance(v, str | float | int) else json.dumps(v) for k, v in flat if v is not None}
+        attributes = {
+            key: value if isinstance(value, str | float | int) else json.dumps(value)
+            for key, value in list_leaves({"step": step, **details}, ".")
+            if value is not None
+        }
         self._send_line({"event": f"headway.{name}", "time": time.time(), "attributes": attributes})
 
     def finish(self) -> None:
@@ -370,24 +378,29 @@ class OpenTelemetryAdapter(Tracker):
         """
         self._send_line({})
         try:
-            self._sender.wait(otlp.LONGEST)
+            self._sender.wait(otlp.EXPORT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._sender.kill()
             self._sender.wait()
-        self._pass_on()
+        self._raise_first_error()
 
     def _send_line(self, line: Mapping[str, Any]) -> None:
+        """Write one JSON line to the subprocess.
+
+        Raises:
+            TrackingError: If the subprocess has ended.
+        """
         try:
             self._sender.stdin.write(json.dumps(line).encode() + b"\n")
             self._sender.stdin.flush()
         except BrokenPipeError as error:
             raise TrackingError(f"the process that sends the data has ended: {self._read_errors()[-500:]}") from error
 
-    def _pass_on(self) -> None:
+    def _raise_first_error(self) -> None:
         """Raise `TrackingError` with the first error message of the sending subprocess. Later errors are ignored."""
         output = self._read_errors()
-        if output and not self._is_told:
-            self._is_told = True
+        if output and not self._has_reported_error:
+            self._has_reported_error = True
             raise TrackingError(f"the collector cannot be reached, or refuses the data: {output.splitlines()[0]}")
 
     def _read_errors(self) -> str:

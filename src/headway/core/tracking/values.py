@@ -19,7 +19,8 @@ def flatten(values: Mapping[Any, object]) -> dict[str, Any]:
         values: Nested mappings. A value of None is left out, because it means that there is no value in this step.
             Empty mappings are left out too.
     """
-    return {name: each for name, each in list_leaves(values) if each is not None and not isinstance(each, Mapping)}
+    # `list_leaves` yields an empty mapping as a leaf.
+    return {name: value for name, value in list_leaves(values) if value is not None and not isinstance(value, Mapping)}
 
 
 def is_loggable(value: object) -> bool:

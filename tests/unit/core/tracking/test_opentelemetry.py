@@ -132,7 +132,7 @@ def test_training_continues_without_a_collector(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", AWAY)
     monkeypatch.setenv("OTEL_BLRP_SCHEDULE_DELAY", "100")
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
-    monkeypatch.setattr(otlp, "LONGEST", 1.0)
+    monkeypatch.setattr(otlp, "EXPORT_TIMEOUT", 1.0)
     accelerator = start()
     begun = time.monotonic()
     while "the tracker opentelemetry failed" not in caplog.text:
