@@ -177,7 +177,7 @@ def test_extreme_numbers_are_drawn(tmp_path):
 
 @pytest.mark.parametrize(
     ("width", "scheme", "colors", "ground"),
-    [(1400, 1, looks.LINES, looks.PAGE), (600, 0, looks.LINES_DARK, looks.PAGE_DARK)],
+    [(1400, 1, looks.LINE_COLORS, looks.PAGE_COLOR), (600, 0, looks.LINE_COLORS_DARK, looks.PAGE_COLOR_DARK)],
     ids=["light-wide", "dark-narrow"],
 )
 def test_controls_and_colors_in_a_browser(width, scheme, colors, ground, tmp_path):

@@ -101,7 +101,7 @@ class LoggedRun:
         media: Images and artifacts, without those that a later restart logged again.
         summary: Summary written when the run ended; None if the run is still in progress or was killed.
         last_time: Time of the last line, in seconds since 1970.
-        damaged: Numbers of the lines that could not be read, except an incomplete last line.
+        damaged_lines: Numbers of the lines that could not be read, except an incomplete last line.
     """
 
     path: Path
@@ -112,7 +112,7 @@ class LoggedRun:
     media: list[LoggedFile] = field(default_factory=list)
     summary: dict[str, Any] | None = None
     last_time: float = 0.0
-    damaged: list[int] = field(default_factory=list)
+    damaged_lines: list[int] = field(default_factory=list)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def read_run(path: str | Path) -> LoggedRun:
             if number < len(lines):  # the last line may be incomplete
                 if reader is None:
                     raise TrackingError(describe_other_file(file))
-                run.damaged.append(number)
+                run.damaged_lines.append(number)
             continue
         reader = reader or _LogReader(run)
         try:
@@ -160,7 +160,7 @@ def read_run(path: str | Path) -> LoggedRun:
         except TrackingError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError):
-            run.damaged.append(number)
+            run.damaged_lines.append(number)
     if reader is None:
         if lines[0].strip() and not lines[0].startswith(RUN_LINE_START[: len(lines[0])]):
             raise TrackingError(describe_other_file(file))

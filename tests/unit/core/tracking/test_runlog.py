@@ -84,7 +84,7 @@ def test_torn_last_line_is_ignored_and_removed_by_the_next_start(log):
         log.path.write_bytes(whole + cut)
         run = read_run(log.folder)
         assert [point[2] for point in run.values["loss"]] == [1.0]
-        assert run.damaged == []
+        assert run.damaged_lines == []
         opened = reopen(log)
         opened.write_values(2, {"loss": 0.5})
         opened.close()
@@ -117,7 +117,7 @@ def test_damaged_line_is_reported_by_its_number(log):
     )
     log.write_values(2, {"loss": 0.5})
     run = read_run(log.folder)
-    assert run.damaged == [3, 4]
+    assert run.damaged_lines == [3, 4]
     assert [point[0] for point in run.values["loss"]] == [1, 2]
 
 
@@ -137,7 +137,7 @@ def test_interrupted_write_does_not_damage_the_next_line(log):
     log._file = real
     log.write_values(2, {"loss": 0.5})
     run = read_run(log.folder)
-    assert run.damaged == [2]
+    assert run.damaged_lines == [2]
     assert [point[0] for point in run.values["loss"]] == [2]
 
 
@@ -218,7 +218,7 @@ def test_line_types_of_a_later_version_are_ignored(log):
             '{"kind":"hologram","time":1.5,"step":3}\n{"kind":"values","time":2,"step":1,"values":{"a":1,"b":[1]}}\n'
         )
     run = read_run(log.folder)
-    assert run.damaged == []
+    assert run.damaged_lines == []
     assert list(run.values) == ["a"]
 
 
@@ -273,7 +273,7 @@ def test_threads_share_a_log(log):
         thread.join()
     run = read_run(log.folder)
     assert len(run.events) == 200
-    assert run.damaged == []
+    assert run.damaged_lines == []
 
 
 def test_names_of_every_type_are_restored(log):

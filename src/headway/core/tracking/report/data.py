@@ -38,8 +38,8 @@ MAX_MARKS = 150
 """Maximum number of marks for non-finite values in one series. If there are more, neighboring marks are merged."""
 _MAX_STEP = 2**53
 """Largest step up to which a float can represent all integers. The page's script stores steps as floats."""
-_FEWEST_SPEEDS = 10
-_DEPTH = 5
+_MIN_SPEED_POINTS = 10
+_MAX_DEPTH = 5
 """Maximum depth of the folders that are searched for runs, counted from a given folder.
 
 Those of `make demo` are four folders below the clone.
@@ -77,17 +77,17 @@ class RunData:
         project: Project name in the log, as passed to `init_trackers`.
         config: Flat configuration, with names like "optimizer.lr" for nested values.
         starts: Process starts, with world size, device and versions.
-        began: Time of the first line, in seconds since 1970.
+        start_time: Time of the first line, in seconds since 1970.
         seconds: Seconds from the first line to the last.
         is_finished: Whether the log has an "end" line.
-        is_torn: Whether the last line is incomplete, because the run was killed while writing it.
-        damaged: Numbers of the lines that could not be read.
+        ends_in_partial_line: Whether the last line is incomplete, because the run was killed while writing it.
+        damaged_lines: Numbers of the lines that could not be read.
         series: Points of each value, by its name, in the order of their steps.
         texts: Last text of each value that is not a number, by its name.
         events: Run events in order of time.
         summary: Final values from the end of the run.
         has_steps: Whether some value has a step. Otherwise the step axis shows seconds.
-        silent_for: Seconds between the last line and the creation of this report.
+        seconds_since_last_line: Seconds between the last line and the creation of this report.
     """
 
     label: str
@@ -95,17 +95,17 @@ class RunData:
     project: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     starts: list[ProcessStart] = field(default_factory=list)
-    began: float = 0.0
+    start_time: float = 0.0
     seconds: float = 0.0
     is_finished: bool = False
-    is_torn: bool = False
-    damaged: list[int] = field(default_factory=list)
+    ends_in_partial_line: bool = False
+    damaged_lines: list[int] = field(default_factory=list)
     series: dict[str, list[Point]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     events: list[PlacedEvent] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     has_steps: bool = True
-    silent_for: float = 0.0
+    seconds_since_last_line: float = 0.0
 
     @property
     def last_step(self) -> float | None:
@@ -115,7 +115,7 @@ class RunData:
     @property
     def restarts(self) -> list[float]:
         """Times of process restarts, in seconds since the start of the run."""
-        return [start.time - self.began for start in self.starts[1:] if math.isfinite(start.time)]
+        return [start.time - self.start_time for start in self.starts[1:] if math.isfinite(start.time)]
 
 
 def find_log(path: Path) -> Path:
@@ -139,55 +139,54 @@ def find_log(path: Path) -> Path:
     if os.path.isfile(path / FILE):
         return path / FILE
     if not os.path.isdir(path):
-        near = next((parent for parent in path.absolute().parents if os.path.isdir(parent)), Path("/"))
+        existing = next((parent for parent in path.absolute().parents if os.path.isdir(parent)), Path("/"))
         raise ConfigError(
-            f"there is no run at {path}: give the folder of a run, which contains a {FILE}, or that file; {_list_runs(near)}"
+            f"there is no run at {path}: give the folder of a run, which contains a {FILE}, or that file; "
+            f"{_describe_runs_below(existing)}"
         )
-    below = sorted(str(found.parent) for found in _find_logs_nearby(path))
-    if len(below) == 1:
-        return Path(below[0]) / FILE
-    if below:
-        named = " ".join(below[:5]) + (f" and {len(below) - 5} more" if len(below) > 5 else "")
-        raise ConfigError(f"{path} contains no {FILE} itself, but folders below it do: headway report {named}")
+    folders = sorted(str(log.parent) for log in _find_logs_below(path))
+    if len(folders) == 1:
+        return Path(folders[0]) / FILE
+    if folders:
+        names = " ".join(folders[:5]) + (f" and {len(folders) - 5} more" if len(folders) > 5 else "")
+        raise ConfigError(f"{path} contains no {FILE} itself, but folders below it do: headway report {names}")
     raise ConfigError(
-        f"{path} is not a run: there is no {path / FILE}, and none up to {_DEPTH} folders below; {_list_runs(path.absolute().parent)}"
+        f"{path} is not a run: there is no {path / FILE}, and none up to {_MAX_DEPTH} folders below; "
+        f"{_describe_runs_below(path.absolute().parent)}"
     )
 
 
-def _list_runs(folder: Path) -> str:
-    """Return a clause for error messages that names the runs up to `_DEPTH` folders below `folder`, newest first."""
-    newest = sorted(_find_logs_nearby(folder), key=os.path.getmtime, reverse=True)
-    names = [os.path.relpath(log.parent) for log in newest]
-    return (
-        f"there are runs at {join_names(names)}"
-        if names
-        else f"no run was found in {folder}, or up to {_DEPTH} folders below it"
-    )
+def _describe_runs_below(folder: Path) -> str:
+    """Return a clause for error messages that names the runs up to `_MAX_DEPTH` folders below `folder`, newest first."""
+    logs = sorted(_find_logs_below(folder), key=os.path.getmtime, reverse=True)
+    if not logs:
+        return f"no run was found in {folder}, or up to {_MAX_DEPTH} folders below it"
+    return f"there are runs at {join_names([os.path.relpath(log.parent) for log in logs])}"
 
 
-def _find_logs_nearby(folder: Path) -> Iterator[Path]:
-    """Yield the run logs in `folder` and up to `_DEPTH` folders below it. Hidden folders are not searched.
+def _find_logs_below(folder: Path) -> Iterator[Path]:
+    """Yield the run logs in `folder` and up to `_MAX_DEPTH` folders below it. Hidden folders are not searched.
 
     The search ends after about `_MAX_ENTRIES` directory entries, because the folder might be a large one, such as the
     home directory.
     """
-    level = [folder]
-    num_seen = 0
-    for _ in range(_DEPTH + 1):
-        below: list[Path] = []
-        for place in level:
-            if not os.access(place, os.R_OK | os.X_OK):
+    folders = [folder]  # at the current depth
+    num_entries = 0
+    for _ in range(_MAX_DEPTH + 1):
+        subfolders: list[Path] = []
+        for current in folders:
+            if not os.access(current, os.R_OK | os.X_OK):
                 continue
-            with os.scandir(place) as entries:
+            with os.scandir(current) as entries:
                 for entry in islice(entries, _MAX_ENTRIES):
-                    num_seen += 1
+                    num_entries += 1
                     if entry.name == FILE and entry.is_file():
                         yield Path(entry.path)
                     elif not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
-                        below.append(Path(entry.path))
-            if num_seen > _MAX_ENTRIES:
+                        subfolders.append(Path(entry.path))
+            if num_entries > _MAX_ENTRIES:
                 return
-        level = below
+        folders = subfolders
 
 
 def load(paths: Sequence[Path]) -> list[RunData]:
@@ -219,29 +218,50 @@ def _make_labels(logs: Sequence[Path]) -> list[str]:
 
 
 def _load_run(path: Path, label: str) -> RunData:
+    """Load a run's log, and place its values and events on the axes of the charts.
+
+    Raises:
+        TrackingError: If the file is not a run log, has no complete line yet, or was written by a later version.
+    """
     run = read_run(path)
-    moments = [row[1] for points in run.values.values() for row in (points[0], points[-1])]
-    moments += [each.time for each in run.starts] + [each.time for each in run.events] + [run.last_time]
-    moments = [moment for moment in moments if math.isfinite(moment)]
-    began, last = min(moments, default=0.0), max(moments, default=0.0)
-    place = _StepAxis(run.values.values(), began)
-    known = run.starts, began, last - began, run.is_ended, _is_torn(path), run.damaged
-    config, summary = dict(list_leaves(run.config, ".")), dict(list_leaves(run.summary or {}, "."))
-    data = RunData(label, path, run.project, config, *known, summary=summary)
-    data.has_steps = place.has_steps
-    data.silent_for = max(0.0, time.time() - last)
-    for name, found in (run.measured | run.values).items():
-        if points := place.points(found):
+    start_time, last_time = _find_time_range(run)
+    axis = _StepAxis(run.values.values(), start_time)
+    data = RunData(
+        label=label,
+        path=path,
+        project=run.project,
+        config=dict(list_leaves(run.config, ".")),
+        starts=run.starts,
+        start_time=start_time,
+        seconds=last_time - start_time,
+        is_finished=run.is_ended,
+        ends_in_partial_line=_has_partial_line(path),
+        damaged_lines=run.damaged_lines,
+        events=_collect_events(run, axis),
+        summary=dict(list_leaves(run.summary or {}, ".")),
+        has_steps=axis.has_steps,
+        seconds_since_last_line=max(0.0, time.time() - last_time),
+    )
+    for name, logged in (run.measured | run.values).items():
+        if points := axis.place_points(logged):
             data.series[name] = points
         else:
-            data.texts[name] = str(found[-1][2])
-    data.events = _collect_events(run, place)
+            _, _, last_text = logged[-1]
+            data.texts[name] = str(last_text)
     if data.has_steps and not any(name.endswith("_per_second") for name in data.series):
         longest = max((data.series[name] for name in run.values if name in data.series), key=len, default=[])
         speed = list(_measure_steps_per_second(longest, data.restarts))
-        if len(speed) >= _FEWEST_SPEEDS:
+        if len(speed) >= _MIN_SPEED_POINTS:
             data.series["steps_per_second"] = speed
     return data
+
+
+def _find_time_range(run: LoggedRun) -> tuple[float, float]:
+    """Return the times of a log's first and last line, in seconds since 1970; (0.0, 0.0) if no time is finite."""
+    times = [moment for points in run.values.values() for _, moment, _ in (points[0], points[-1])]
+    times += [start.time for start in run.starts] + [event.time for event in run.events] + [run.last_time]
+    finite_times = [moment for moment in times if math.isfinite(moment)]
+    return min(finite_times, default=0.0), max(finite_times, default=0.0)
 
 
 def _measure_steps_per_second(points: Sequence[Point], restarts: Sequence[float]) -> Iterator[Point]:
@@ -254,7 +274,8 @@ def _measure_steps_per_second(points: Sequence[Point], restarts: Sequence[float]
         restarts: Times of process restarts, in seconds since the start of the run.
     """
     for (step, seconds, _), (next_step, next_seconds, _) in pairwise(points):
-        if next_step > step and next_seconds > seconds and not any(seconds < at <= next_seconds for at in restarts):
+        has_restart = any(seconds < restart <= next_seconds for restart in restarts)
+        if next_step > step and next_seconds > seconds and not has_restart:
             yield next_step, next_seconds, (next_step - step) / (next_seconds - seconds)
 
 
@@ -266,97 +287,105 @@ class _StepAxis:
 
     Args:
         series: Points (step or None, seconds since 1970, value) of each series.
-        began: Start of the run, in seconds since 1970.
+        start_time: Start of the run, in seconds since 1970.
     """
 
-    def __init__(self, series: Iterable[Sequence[tuple[int | None, float, Any]]], began: float) -> None:
-        known = (
+    def __init__(self, series: Iterable[Sequence[tuple[int | None, float, Any]]], start_time: float) -> None:
+        # The longest series with steps shows at which time the run had reached which step.
+        series_with_steps = (
             [(moment, step) for step, moment, _ in points if step is not None]
             for points in sorted(series, key=len, reverse=True)
         )
-        longest = sorted(next(filter(None, known), []))
-        self.began = began
+        longest = sorted(next(filter(None, series_with_steps), []))
+        self.start_time = start_time
         self.has_steps = bool(longest)
         self._times = [moment for moment, _ in longest]
         self._steps = [step for _, step in longest]
 
-    def seconds(self, moment: float) -> float:
-        return moment - self.began if math.isfinite(moment) else 0.0
+    def find_seconds(self, moment: float) -> float:
+        """Return the seconds from the start of the run to a time in seconds since 1970; 0.0 if it is not finite."""
+        return moment - self.start_time if math.isfinite(moment) else 0.0
 
-    def step(self, step: int | None, moment: float) -> float:
+    def find_step(self, step: int | None, moment: float) -> float:
+        """Return the position on the step axis for a logged step, or for a time if there is no step."""
         if not self.has_steps:
-            return self.seconds(moment)
+            return self.find_seconds(moment)
         if step is None:
             step = self._steps[max(0, bisect_right(self._times, moment) - 1)]
         return max(-_MAX_STEP, min(_MAX_STEP, step))
 
-    def points(self, rows: Sequence[tuple[int | None, float, Any]]) -> list[Point]:
+    def place_points(self, logged: Sequence[tuple[int | None, float, Any]]) -> list[Point]:
         """Return logged numbers as points (step, seconds since the run's start, value), in the order of their steps.
 
         A value without a step gets the step that the run had reached at that time. If no value of the run has a step,
         the seconds take the place of the step. Values that are strings are left out.
 
         Args:
-            rows: Tuples of (step or None, seconds since 1970, value).
+            logged: Tuples of (step or None, seconds since 1970, value).
         """
-        began = self.began
-        found: list[Point]
-        if all(type(value) is float and step is not None for step, _, value in rows):
-            found = [(step or 0, moment - began, value) for step, moment, value in rows]
+        start_time = self.start_time
+        points: list[Point]
+        # The usual case is handled without a function call for each of up to millions of points.
+        if all(type(value) is float and step is not None for step, _, value in logged):
+            points = [(step or 0, moment - start_time, value) for step, moment, value in logged]
         else:
-            found = [
-                self._place_point(step, moment, value) for step, moment, value in rows if not isinstance(value, str)
+            points = [
+                self._place_point(step, moment, value) for step, moment, value in logged if not isinstance(value, str)
             ]
-        found.sort(key=itemgetter(0))
-        has_far_steps = bool(found) and not -_MAX_STEP <= found[0][0] <= found[-1][0] <= _MAX_STEP
-        if has_far_steps or not math.isfinite(sum(map(itemgetter(1), found))):
-            found = [
+        points.sort(key=itemgetter(0))
+        has_far_steps = bool(points) and not -_MAX_STEP <= points[0][0] <= points[-1][0] <= _MAX_STEP
+        has_finite_times = math.isfinite(sum(map(itemgetter(1), points)))
+        if has_far_steps or not has_finite_times:
+            points = [
                 (max(-_MAX_STEP, min(_MAX_STEP, step)), seconds if math.isfinite(seconds) else 0.0, value)
-                for step, seconds, value in found
+                for step, seconds, value in points
             ]
-        return found
+        return points
 
     def _place_point(self, step: int | None, moment: float, value: float) -> Point:
         try:
             number = float(value)
         except OverflowError:  # an integer beyond the range of floats
             number = math.inf if value > 0 else -math.inf
-        return self.step(step, moment), self.seconds(moment), number
+        return self.find_step(step, moment), self.find_seconds(moment), number
 
 
-def _collect_events(run: LoggedRun, place: _StepAxis) -> list[PlacedEvent]:
-    found = [
+def _collect_events(run: LoggedRun, axis: _StepAxis) -> list[PlacedEvent]:
+    """Return a run's events on the axes, in order of time. Restarts that are not logged as events are added."""
+    events = [
         PlacedEvent(
-            each.name, place.step(each.step, each.time), place.seconds(each.time), each.details, each.step is not None
+            kind=event.name,
+            step=axis.find_step(event.step, event.time),
+            seconds=axis.find_seconds(event.time),
+            details=event.details,
+            has_step=event.step is not None,
         )
-        for each in run.events
+        for event in run.events
     ]
     # Restarts by the launcher are events in the log. Others, such as a scheduler's, show only as the next start.
-    logged_restarts = [index for index, event in enumerate(found) if event.kind == "restart"]
-    ends = [*(start.time for start in run.starts[2:]), math.inf]
-    for start, end in zip(run.starts[1:], ends, strict=False):
-        known = [index for index in logged_restarts if start.time - 1 <= run.events[index].time < end - 1]
+    logged_restarts = [index for index, event in enumerate(events) if event.kind == "restart"]
+    next_start_times = [*(start.time for start in run.starts[2:]), math.inf]
+    for start, next_start_time in zip(run.starts[1:], next_start_times, strict=False):
+        logged = [index for index in logged_restarts if start.time - 1 <= run.events[index].time < next_start_time - 1]
+        step = axis.find_step(start.last_step, start.time)
         details: dict[str, Any] = {}
         if start.last_step is not None:
             details["after_step"] = start.last_step
         if math.isfinite(start.time - start.last_time):
             details["pause_seconds"] = max(0.0, start.time - start.last_time)
-        if known:
-            event = found[known[0]]
-            logged_details = {
-                name: value for name, value in event.details.items() if value
-            }  # 0 for a scheduler's restart
+        if logged:
+            event = events[logged[0]]
+            # Details of a scheduler's restart contain a count of 0, which explains nothing.
+            logged_details = {name: value for name, value in event.details.items() if value}
             # The new process had not counted any update yet, so place the sign where the run had stopped.
-            found[known[0]] = replace(
-                event, step=place.step(start.last_step, start.time), details=logged_details | details
-            )
+            events[logged[0]] = replace(event, step=step, details=logged_details | details)
         elif not start.is_after_end:
-            at = place.step(start.last_step, start.time), place.seconds(start.time)
-            found.append(PlacedEvent("restart", *at, {"attempt": start.attempt} | details, has_step=False))
-    return sorted(found, key=lambda event: event.seconds)
+            seconds = axis.find_seconds(start.time)
+            events.append(PlacedEvent("restart", step, seconds, {"attempt": start.attempt} | details, has_step=False))
+    return sorted(events, key=lambda event: event.seconds)
 
 
-def _is_torn(path: Path) -> bool:
+def _has_partial_line(path: Path) -> bool:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size == 0:

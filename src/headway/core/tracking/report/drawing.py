@@ -45,59 +45,65 @@ def draw_charts(runs: Sequence[RunData], folder: Path) -> list[Path]:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    drawn, written = build_panels(runs, MIN_BUCKETS), []
+    panels, paths = build_panels(runs, MIN_BUCKETS), []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for number, panel in enumerate(drawn, 1):
+        for number, panel in enumerate(panels, 1):
             figure = Figure(figsize=(9.0, 3.6), dpi=160, layout="constrained")
-            _draw_chart(figure.add_subplot(), panel, runs, find_step_range(drawn))
+            _draw_chart(figure.add_subplot(), panel, runs, find_step_range(panels))
             slug = re.sub(r"[^a-z0-9]+", "-", panel.title.lower()).strip("-")[:60] or "chart"
-            written.append(folder / f"{number:02d}-{slug}.png")
-            figure.savefig(written[-1])
+            paths.append(folder / f"{number:02d}-{slug}.png")
+            figure.savefig(paths[-1])
     except OSError as error:
         raise ConfigError(
             f"cannot write pictures to {folder} ({error.strerror}); name another folder with --png"
         ) from error
-    return written
+    return paths
 
 
-def _draw_chart(axes: Any, panel: Panel, runs: Sequence[RunData], ends: tuple[float, float]) -> None:
+def _draw_chart(axes: Any, panel: Panel, runs: Sequence[RunData], step_range: tuple[float, float]) -> None:
+    """Draw one chart on matplotlib axes: its lines, and vertical lines for the events of the runs."""
     for line in panel.lines:
-        series, shade = line.series, looks.LINES[looks.choose_color(line.color)]
+        series, color = line.series, looks.LINE_COLORS[looks.choose_color(line.color)]
         if series.lows:
             axes.fill_between(
-                series.steps, _to_floats(series.lows), _to_floats(series.highs), color=shade, alpha=0.18, lw=0
+                series.steps, _to_floats(series.lows), _to_floats(series.highs), color=color, alpha=0.18, lw=0
             )
         label = " · ".join(part for part in (runs[line.run].label if len(runs) > 1 else "", line.label) if part)
         style, marker = "--" if line.is_dashed else "-", "o" if line.is_dotted else None
         means = _to_floats(series.means)
         axes.plot(
-            series.steps, means, style, color=shade, label=_escape_label(label) or None, lw=1.5, marker=marker, ms=4
+            series.steps, means, style, color=color, label=_escape_label(label) or None, lw=1.5, marker=marker, ms=4
         )
         for mark in series.marks:
             sign, height = _MARKS.get(mark.kind, ("x", 1.0))
-            axes.plot(mark.steps[0], height, sign, color=shade, transform=axes.get_xaxis_transform(), clip_on=False)
-    found: dict[tuple[float, str], dict[str, None]] = {}
-    for index, run in enumerate(runs):
-        for event in looks.select_drawn_events(run):
-            kind = looks.find_kind(event.kind)
-            if kind.has_line:
-                shade = looks.LINES[looks.choose_color(index)] if len(runs) > 1 else _TONES[kind.tone]
-                found.setdefault((event.step, shade), {})[_escape_label(kind.words)] = None
-    for (step, shade), words in found.items():
-        axes.axvline(step, color=shade, lw=0.8, ls=":")
-        place = {"rotation": 90, "ha": "right", "va": "top", "transform": axes.get_xaxis_transform()}
-        axes.text(step, 0.98, " · ".join(words), color=shade, fontsize=6.5, **place)
+            axes.plot(mark.steps[0], height, sign, color=color, transform=axes.get_xaxis_transform(), clip_on=False)
+    _draw_event_lines(axes, runs)
     has_steps = all(run.has_steps for run in runs)
-    axes.set(xlim=ends, ylim=find_value_range(panel), xlabel="step" if has_steps else "time")
-    axes.xaxis.set_major_formatter(lambda place, _: format_value(place, "rate" if has_steps else "seconds"))
-    axes.yaxis.set_major_formatter(
-        lambda place, _: format_value(place, "rate" if panel.unit == "number" else panel.unit)
-    )
+    axes.set(xlim=step_range, ylim=find_value_range(panel), xlabel="step" if has_steps else "time")
+    step_unit = "rate" if has_steps else "seconds"
+    value_unit = "rate" if panel.unit == "number" else panel.unit
+    axes.xaxis.set_major_formatter(lambda value, _: format_value(value, step_unit))
+    axes.yaxis.set_major_formatter(lambda value, _: format_value(value, value_unit))
     axes.set_title(_escape_label(panel.title), loc="left", fontweight="bold")
     axes.grid(axis="y", alpha=0.4)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8, frameon=False)
+
+
+def _draw_event_lines(axes: Any, runs: Sequence[RunData]) -> None:
+    """Draw a labeled vertical line for each event with a line. Events of one color at one step share a line."""
+    labels: dict[tuple[float, str], dict[str, None]] = {}  # ordered sets of texts, by step and color
+    for index, run in enumerate(runs):
+        for event in looks.select_drawn_events(run):
+            kind = looks.find_event_kind(event.kind)
+            if kind.has_line:
+                color = looks.LINE_COLORS[looks.choose_color(index)] if len(runs) > 1 else _TONES[kind.tone]
+                labels.setdefault((event.step, color), {})[_escape_label(kind.words)] = None
+    for (step, color), words in labels.items():
+        axes.axvline(step, color=color, lw=0.8, ls=":")
+        placement = {"rotation": 90, "ha": "right", "va": "top", "transform": axes.get_xaxis_transform()}
+        axes.text(step, 0.98, " · ".join(words), color=color, fontsize=6.5, **placement)
 
 
 def _to_floats(values: Sequence[float | None]) -> list[float]:

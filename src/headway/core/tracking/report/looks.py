@@ -24,15 +24,15 @@ from typing import Any
 from headway.common.text import format_bytes
 from headway.core.tracking.report.data import PlacedEvent, RunData
 
-LINES = ("#0071e7", "#d57a2b", "#0d7057", "#ac45a1", "#6c4c00", "#00a3b8", "#512aae", "#722d2b")
+LINE_COLORS = ("#0071e7", "#d57a2b", "#0d7057", "#ac45a1", "#6c4c00", "#00a3b8", "#512aae", "#722d2b")
 """Line colors on a light page.
 
 With several runs, each run has a color. With a single run, each line of a chart has a color.
 """
-LINES_DARK = ("#0ea2ff", "#ff723d", "#72dea0", "#c573be", "#ffc400", "#8ef5fd", "#c2b1f6", "#da847d")
-"""Line colors on a dark page, in the order of `LINES`."""
-PAGE = "#ffffff"
-PAGE_DARK = "#17191d"
+LINE_COLORS_DARK = ("#0ea2ff", "#ff723d", "#72dea0", "#c573be", "#ffc400", "#8ef5fd", "#c2b1f6", "#da847d")
+"""Line colors on a dark page, in the order of `LINE_COLORS`."""
+PAGE_COLOR = "#ffffff"
+PAGE_COLOR_DARK = "#17191d"
 """Background color of charts on a dark page."""
 
 MARKS = {
@@ -112,20 +112,20 @@ def format_duration(seconds: float) -> str:
 
 
 def choose_color(index: int) -> int:
-    """Return the index of a line's color in `LINES`. Colors repeat if there are more lines than colors."""
-    return index % len(LINES)
+    """Return the index of a line's color in `LINE_COLORS`. Colors repeat if there are more lines than colors."""
+    return index % len(LINE_COLORS)
 
 
 def choose_dash(index: int) -> str:
     """Return the SVG dash pattern of a line, which distinguishes lines with equal colors; empty for a solid line."""
-    return ("", "7 3", "2 3", "9 3 2 3")[index // len(LINES) % 4]
+    return ("", "7 3", "2 3", "9 3 2 3")[index // len(LINE_COLORS) % 4]
 
 
 def render_colors() -> str:
     """Return the CSS of the line colors: variables for light and dark pages, and one class per color."""
-    light = "".join(f"--c{index}:{value};" for index, value in enumerate(LINES))
-    dark = "".join(f"--c{index}:{value};" for index, value in enumerate(LINES_DARK))
-    classes = "".join(f".c{index}{{--c:var(--c{index})}}" for index in range(len(LINES)))
+    light = "".join(f"--c{index}:{value};" for index, value in enumerate(LINE_COLORS))
+    dark = "".join(f"--c{index}:{value};" for index, value in enumerate(LINE_COLORS_DARK))
+    classes = "".join(f".c{index}{{--c:var(--c{index})}}" for index in range(len(LINE_COLORS)))
     return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{classes}"
 
 
@@ -168,7 +168,7 @@ _KINDS = {
 }
 
 
-def find_kind(name: str) -> EventKind:
+def find_event_kind(name: str) -> EventKind:
     """Return the presentation of a kind of event. Unknown kinds get a neutral sign, and their own name as text."""
     return _KINDS.get(name) or EventKind(name.replace("_", " "), _OTHER)
 
@@ -180,9 +180,10 @@ def render_hint(kind: EventKind) -> str:
 
 def count_kinds(runs: Sequence[RunData]) -> dict[str, int]:
     """Return the number of events by kind, over all runs. Kinds with their own sign come first."""
-    found = Counter(event.kind for run in runs for event in run.events)
-    known = [name for name in _KINDS if name in found]
-    return {name: found[name] for name in [*known, *(name for name in found if name not in known)]}
+    counts = Counter(event.kind for run in runs for event in run.events)
+    known = [name for name in _KINDS if name in counts]
+    unknown = [name for name in counts if name not in _KINDS]
+    return {name: counts[name] for name in [*known, *unknown]}
 
 
 def select_drawn_events(run: RunData) -> list[PlacedEvent]:
@@ -190,23 +191,24 @@ def select_drawn_events(run: RunData) -> list[PlacedEvent]:
     by_kind: dict[str, list[PlacedEvent]] = {}
     for event in run.events:
         by_kind.setdefault(event.kind, []).append(event)
-    found = [event for events in by_kind.values() for event in _thin_out(events)]
-    return sorted(found, key=lambda event: event.seconds)
+    drawn = [event for events in by_kind.values() for event in _select_evenly(events)]
+    return sorted(drawn, key=lambda event: event.seconds)
 
 
-def _thin_out(events: list[PlacedEvent]) -> list[PlacedEvent]:
+def _select_evenly(events: list[PlacedEvent]) -> list[PlacedEvent]:
+    """Return at most `MAX_SIGNS` evenly spaced events, with the first and the last one."""
     if len(events) <= MAX_SIGNS:
         return events
     last = len(events) - 1
     return [events[index * last // (MAX_SIGNS - 1)] for index in range(MAX_SIGNS)]
 
 
-def format_details(values: Mapping[str, Any], most: int = 300) -> str:
+def format_details(values: Mapping[str, Any], max_length: int = 300) -> str:
     """Return the details of an event in one line of text.
 
     Args:
         values: Details by name. Empty values are left out.
-        most: Maximum number of characters, after which the line is cut off. Default: 300.
+        max_length: Maximum number of characters, after which the line is cut off. Default: 300.
     """
     parts = [
         _format_detail(name, value) if name == "reason" else f"{_format_name(name)} {_format_detail(name, value)}"
@@ -214,7 +216,7 @@ def format_details(values: Mapping[str, Any], most: int = 300) -> str:
         if value not in _EMPTY
     ]
     line = ", ".join(parts)
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
 def _format_name(name: str) -> str:
@@ -236,9 +238,9 @@ def _format_detail(name: str, value: Any) -> str:
 
 def describe_event(event: PlacedEvent) -> str:
     """Return one line of text about an event, for the label of its sign."""
-    where = f"step {format_value(event.step)}: " if event.has_step else ""
-    more = format_details(event.details, 160)
-    return f"{where}{find_kind(event.kind).words}{', ' + more if more else ''}"
+    step = f"step {format_value(event.step)}: " if event.has_step else ""
+    details = format_details(event.details, 160)
+    return f"{step}{find_event_kind(event.kind).words}{', ' + details if details else ''}"
 
 
 def render_document(title: str, body: str, data: str | None = None) -> str:
@@ -252,12 +254,12 @@ def render_document(title: str, body: str, data: str | None = None) -> str:
         data: Data for the script, as JSON in which "<" is escaped; None for a page without a script.
     """
     style = files("headway.core.tracking.report").joinpath("style.css").read_text(encoding="utf-8") + render_colors()
-    script, allowed = "", "'none'"
+    script, allowed_scripts = "", "'none'"
     if data is not None:
         code = files("headway.core.tracking.report").joinpath("script.js").read_text(encoding="utf-8")
-        allowed = f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+        allowed_scripts = f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
         script = f'<script type="application/json" id="data">{data}</script>\n<script>{code}</script>\n'
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed_scripts}; base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

@@ -23,13 +23,13 @@ from headway.core.tracking.report.tables import (
     render_overview,
     render_settings,
     render_sign,
+    render_single_values,
     render_swatch,
     render_values,
 )
-from headway.core.tracking.report.tables import render_single_values as single_table
 
 _HEADINGS = ("Training", "Evaluation", "Speed", "Memory", "More")
-_CROWD = 30
+_MAX_STRONG_EVENT_LINES = 30
 """Number of vertical event lines on a chart above which they are drawn fainter, so that they do not hide the values."""
 
 
@@ -39,27 +39,32 @@ def html_page(runs: Sequence[RunData]) -> str:
     Args:
         runs: Runs of the report.
     """
-    drawn = [panel for panel in build_panels(runs) if panel.lines]
-    ends = find_step_range(drawn)
+    panels = [panel for panel in build_panels(runs) if panel.lines]
+    single_values = select_single_values(runs, panels)
+    parts = [
+        _render_header(runs),
+        render_overview(runs),
+        _render_toolbar(runs),
+        "" if single_values and not panels else _render_charts(panels, runs),
+        render_single_values(runs, single_values),
+        render_event_table(runs),
+        render_settings(runs),
+        _render_footer(),
+    ]
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
-    body = [_render_header(runs), render_overview(runs), _render_toolbar(runs)]
-    single = select_single_values(runs, drawn)
-    charts = "" if single and not drawn else _render_charts(drawn, runs)
-    body += [charts, single_table(runs, single), render_event_table(runs), render_settings(runs), _render_footer()]
-    return render_document(
-        f"{title} · Headway report", "\n".join(part for part in body if part), _encode_data(drawn, runs, ends)
-    )
+    body = "\n".join(part for part in parts if part)
+    return render_document(f"{title} · Headway report", body, _encode_data(panels, runs, find_step_range(panels)))
 
 
 def _render_header(runs: Sequence[RunData]) -> str:
     if len(runs) == 1:
         run = runs[0]
-        found = tables.infer_run_status(run)
-        where = _describe_hardware(run)
-        about = [run.project if run.project != run.label else "", tables.format_time(run.began), where]
-        note = f'<p class="note {found.tone}">{escape(found.note)}</p>' if found.note else ""
+        status = tables.infer_run_status(run)
+        project = run.project if run.project != run.label else ""
+        about = [project, tables.format_time(run.start_time), _describe_hardware(run)]
+        note = f'<p class="note {status.tone}">{escape(status.note)}</p>' if status.note else ""
         return (
-            f'<header><h1>{escape(run.label)} <span class="pill {found.tone}">{found.word}</span></h1>'
+            f'<header><h1>{escape(run.label)} <span class="pill {status.tone}">{status.word}</span></h1>'
             f'<p class="about">{escape(" · ".join(part for part in about if part))}</p>{note}</header>'
         )
     num_finished = sum(run.is_finished for run in runs)
@@ -90,7 +95,7 @@ def _render_toolbar(runs: Sequence[RunData]) -> str:
         )
         legend = f'<div class="chips">{legend}</div>'
     for name, count in looks.count_kinds(runs).items():
-        kind = looks.find_kind(name)
+        kind = looks.find_event_kind(name)
         tone = kind.tone if len(runs) == 1 else "calm"
         chips += (
             f'<button type="button" class="chip" data-kind="{escape(name, quote=True)}" aria-pressed="true"'
@@ -113,13 +118,14 @@ def _render_toolbar(runs: Sequence[RunData]) -> str:
     )
 
 
-def _render_charts(drawn: Sequence[Panel], runs: Sequence[RunData]) -> str:
-    if not drawn:
+def _render_charts(panels: Sequence[Panel], runs: Sequence[RunData]) -> str:
+    """Return the frames of all charts as HTML, in sections in the order of `_HEADINGS`."""
+    if not panels:
         return '<p class="empty">This run has logged no values yet.</p>'
-    order = sorted(range(len(drawn)), key=lambda index: _HEADINGS.index(drawn[index].section))
+    order = sorted(range(len(panels)), key=lambda index: _HEADINGS.index(panels[index].section))
     parts = []
-    for section, numbers in groupby(order, key=lambda index: drawn[index].section):
-        cards = "".join(_render_card(drawn[number], runs, number) for number in numbers)
+    for section, indices in groupby(order, key=lambda index: panels[index].section):
+        cards = "".join(_render_card(panels[index], runs, index) for index in indices)
         parts.append(f'<section><h2>{section}</h2><div class="grid">{cards}</div></section>')
     return "\n".join(parts)
 
@@ -174,53 +180,61 @@ def _render_footer() -> str:
     )
 
 
-def _encode_data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, float]) -> str:
+def _encode_data(panels: Sequence[Panel], runs: Sequence[RunData], step_range: tuple[float, float]) -> str:
     """Return the data for the page's script as JSON. Characters that could end the enclosing HTML element are escaped.
 
     Args:
-        drawn: Charts of the page.
+        panels: Charts of the page.
         runs: Runs of the report.
-        ends: First and last step of the step axis.
+        step_range: First and last step of the step axis.
     """
-    kinds = {name: looks.find_kind(name) for name in looks.count_kinds(runs)}
+    kinds = {name: looks.find_event_kind(name) for name in looks.count_kinds(runs)}
     content = {
-        "runs": [{"label": run.label, "restarts": run.restarts, "events": list(_list_signs(run))} for run in runs],
+        "runs": [{"label": run.label, "restarts": run.restarts, "events": list(_encode_events(run))} for run in runs],
         "kinds": {name: {"sign": kind.sign, "tone": kind.tone, "line": kind.has_line} for name, kind in kinds.items()},
         "steps": all(run.has_steps for run in runs),
-        "ends": ends,
-        "crowd": _CROWD,
-        "panels": list(map(_encode_panel, drawn)),
-        "dashes": [looks.choose_dash(index) for index in range(4 * len(looks.LINES))],
+        "ends": step_range,
+        "crowd": _MAX_STRONG_EVENT_LINES,
+        "panels": list(map(_encode_panel, panels)),
+        "dashes": [looks.choose_dash(index) for index in range(4 * len(looks.LINE_COLORS))],
         "marks": looks.MARKS,
     }
-    written = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return written.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"})
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"})
 
 
-def _list_signs(run: RunData) -> Iterator[list[Any]]:
+def _encode_events(run: RunData) -> Iterator[list[Any]]:
+    """Yield a list of (kind, step, seconds, description) for each event that is drawn."""
     for event in looks.select_drawn_events(run):
         yield [event.kind, _round_value(event.step), _round_value(event.seconds), looks.describe_event(event)]
 
 
 def _encode_panel(panel: Panel) -> dict[str, Any]:
-    looks_like = {"zero": panel.from_zero, "tall": panel.is_tall, "smooth": panel.is_smoothed}
-    return {"title": panel.title, "unit": panel.unit, **looks_like, "lines": list(map(_encode_line, panel.lines))}
+    return {
+        "title": panel.title,
+        "unit": panel.unit,
+        "zero": panel.starts_at_zero,
+        "tall": panel.is_tall,
+        "smooth": panel.is_smoothed,
+        "lines": list(map(_encode_line, panel.lines)),
+    }
 
 
 def _encode_line(line: ChartLine) -> dict[str, Any]:
+    """Return a line as a dict with short keys, because a page can contain thousands of values."""
     series = line.series
-    found: dict[str, Any] = {
+    encoded: dict[str, Any] = {
         "run": line.run, "label": line.label, "color": line.color, "dotted": line.is_dotted, "dashed": line.is_dashed,
         "s": _round_all(series.steps, 12), "t": _round_all(series.times, 7), "v": _round_all(series.means, 6),
     }  # fmt: skip
     if series.lows:
-        found |= {"lo": _round_all(series.lows, 4), "hi": _round_all(series.highs, 4)}
+        encoded |= {"lo": _round_all(series.lows, 4), "hi": _round_all(series.highs, 4)}
     if series.marks:
-        found["m"] = [
+        encoded["m"] = [
             [mark.kind, *map(_round_value, mark.steps), *map(_round_value, mark.times), mark.count]
             for mark in series.marks
         ]
-    return found
+    return encoded
 
 
 def _round_all(values: Sequence[float | None], digits: int) -> list[float | None]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.core.tracking.report.data import RunData
@@ -13,10 +13,11 @@ MAX_BUCKETS = 1200
 ALL_BUCKETS = 60_000
 """Maximum number of buckets of all series together, which limits the page to a few megabytes."""
 MIN_BUCKETS = 200
+"""Minimum number of buckets of one series, even if there are many series."""
 SMOOTHING = 0.05
 """Default width of the smoothing window, as a fraction of the series. A slider on the page changes it."""
-_EVALUATED = re.compile(r"(eval|val|test)(?:uation|id|idation)?[_/](?=.)")
-_TRAINED = re.compile(r"train(?:ing)?/(?=.)")
+_EVALUATION_PREFIX = re.compile(r"(eval|val|test)(?:uation|id|idation)?[_/](?=.)")
+_TRAINING_PREFIX = re.compile(r"train(?:ing)?/(?=.)")
 _MEMORY = ("memory", "memory_peak")
 _PHASES = ("forward", "backward", "optimizer", "evaluation")
 
@@ -29,7 +30,7 @@ class ChartLine:
         run: Index of the run that logged the series.
         name: Name of the value in the log.
         label: Name on the chart.
-        color: Index of the line's color. `looks.choose_color` turns it into an index of `looks.LINES`.
+        color: Index of the line's color. `looks.choose_color` turns it into an index of `looks.LINE_COLORS`.
         is_dotted: Whether each value is drawn with a dot, as in short series such as evaluations.
         is_dashed: Whether the line is dashed, because it often covers another one.
         series: Downsampled values.
@@ -52,7 +53,7 @@ class Panel:
         section: Heading above the chart.
         title: Title of the chart.
         unit: "number", "bytes", "share" or "rate".
-        from_zero: Whether the value axis starts at zero.
+        starts_at_zero: Whether the value axis starts at zero.
         is_wide: Whether the chart has the full width of the page.
         is_smoothed: Whether a smoothed line is drawn over the values, because they are noisy.
         is_tall: Whether the chart is taller than the others.
@@ -62,17 +63,17 @@ class Panel:
     section: str
     title: str
     unit: str = "number"
-    from_zero: bool = False
+    starts_at_zero: bool = False
     is_wide: bool = False
     is_smoothed: bool = False
     is_tall: bool = False
     lines: list[ChartLine] = field(default_factory=list)
 
 
-_KNOWN = (
+_KNOWN_PANELS = (
     (Panel("Training", "Loss", is_smoothed=True, is_tall=True, is_wide=True), ("loss", "train_loss")),
-    (Panel("Training", "Learning rate", from_zero=True), ("learning_rate", "lr")),
-    (Panel("Training", "Gradient norm", is_smoothed=True, from_zero=True), ("grad_norm", "gradient_norm", "norm")),
+    (Panel("Training", "Learning rate", starts_at_zero=True), ("learning_rate", "lr")),
+    (Panel("Training", "Gradient norm", is_smoothed=True, starts_at_zero=True), ("grad_norm", "gradient_norm", "norm")),
     (Panel("Speed", "Samples per second", "rate", True, is_smoothed=True), ("samples_per_second",)),
     (Panel("Speed", "Steps per second", "rate", True, is_smoothed=True), ("steps_per_second",)),
     (Panel("Speed", "Tokens per second", "rate", True, is_smoothed=True), ("tokens_per_second",)),
@@ -85,51 +86,65 @@ WAIT_BY_RANK = "data_wait/rank_"
 """Name prefix, before the rank's number, of the series with the fraction of time that a rank waited for data."""
 
 
-def build_panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
+def build_panels(runs: Sequence[RunData], max_buckets: int = MAX_BUCKETS) -> list[Panel]:
     """Return the charts of a report. A chart on which each series has a single value is left out.
 
     `select_single_values` returns these values.
 
     Args:
         runs: Runs of the report.
-        most: Maximum number of buckets per series. Fewer are used if there are many series, but at least `MIN_BUCKETS`.
-            Default: `MAX_BUCKETS`.
+        max_buckets: Maximum number of buckets per series. Fewer are used if there are many series, but at least
+            `MIN_BUCKETS`. Default: `MAX_BUCKETS`.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.series))
-    limit = max(MIN_BUCKETS, min(most, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
-    drawn = _Drawing(runs, limit)
+    num_series = sum(len(run.series) for run in runs)
+    line_builder = _LineBuilder(runs, max(MIN_BUCKETS, min(max_buckets, ALL_BUCKETS // max(1, num_series))))
     roles = {name: split_role(name) for name in names}
-    found = []
-    for panel, known in _KNOWN:
-        own = "training" if panel.title == "Loss" else ""
-        labels = {name: own for name, (kind, rest) in roles.items() if not kind and rest in known}
-        if panel.title == "Loss":
-            labels |= {name: kind for name, (kind, rest) in roles.items() if kind and rest == "loss"}
-        found.append(replace(panel, lines=drawn.make_lines(labels)))
-    placed = {line.name for panel in found for line in panel.lines} | {"epoch"}
+    panels = _make_known_panels(line_builder, roles)
+    names_on_panels = {line.name for panel in panels for line in panel.lines} | {"epoch"}
     waits = {name: name.removeprefix(WAIT_BY_RANK) for name in names if name.startswith(WAIT_BY_RANK)}
     title = "Time spent waiting for data, by rank"
-    found.append(Panel("Speed", title, "share", True, is_smoothed=True, lines=drawn.make_lines(waits)))
-    placed |= set(waits)
-    found += _make_memory_panels(drawn, names)
-    evaluations: dict[str, dict[str, str]] = {}
-    for name, (kind, rest) in roles.items():
-        if name in placed or name in _MEMORY or name.startswith("memory/"):
+    panels.append(Panel("Speed", title, "share", True, is_smoothed=True, lines=line_builder.make_lines(waits)))
+    names_on_panels |= set(waits)
+    panels += _make_memory_panels(line_builder, names)
+    evaluations: dict[str, dict[str, str]] = {}  # labels by name of the value, by metric
+    for name, (kind, metric) in roles.items():
+        if name in names_on_panels or name in _MEMORY or name.startswith("memory/"):
             continue
         if kind:
-            evaluations.setdefault(rest, {})[name] = kind
+            evaluations.setdefault(metric, {})[name] = kind
         else:
             section = "Training" if name.endswith("loss") else "More"
-            found.append(Panel(section, name, _guess_unit(name), lines=drawn.make_lines({name: ""}), is_smoothed=True))
-    for rest, labels in evaluations.items():
-        shown = labels if len(labels) > 1 else dict.fromkeys(labels, "")
-        found.append(Panel("Evaluation", rest.replace("_", " ").capitalize(), lines=drawn.make_lines(shown)))
-    found = [panel for panel in found if any(line.series.count > 1 for line in panel.lines)]
-    for section in {panel.section for panel in found}:
-        narrow = [panel for panel in found if panel.section == section and not panel.is_wide]
+            lines = line_builder.make_lines({name: ""})
+            panels.append(Panel(section, name, _guess_unit(name), lines=lines, is_smoothed=True))
+    for metric, labels in evaluations.items():
+        shown_labels = labels if len(labels) > 1 else dict.fromkeys(labels, "")
+        lines = line_builder.make_lines(shown_labels)
+        panels.append(Panel("Evaluation", metric.replace("_", " ").capitalize(), lines=lines))
+    panels = [panel for panel in panels if any(line.series.count > 1 for line in panel.lines)]
+    for section in {panel.section for panel in panels}:
+        narrow = [panel for panel in panels if panel.section == section and not panel.is_wide]
         if len(narrow) % 2:
             narrow[-1].is_wide = True  # otherwise it would leave a gap in the grid
-    return found
+    return panels
+
+
+def _make_known_panels(line_builder: "_LineBuilder", roles: Mapping[str, tuple[str, str]]) -> list[Panel]:
+    """Return the charts for well-known series. They have no lines if no run has logged these series.
+
+    Args:
+        line_builder: Builder of the chart lines.
+        roles: Result of `split_role` for each logged value, by its name.
+    """
+    panels = []
+    for panel, known_names in _KNOWN_PANELS:
+        is_loss = panel.title == "Loss"
+        label = "training" if is_loss else ""
+        labels = {name: label for name, (kind, metric) in roles.items() if not kind and metric in known_names}
+        if is_loss:
+            labels |= {name: kind for name, (kind, metric) in roles.items() if kind and metric == "loss"}
+        panels.append(replace(panel, lines=line_builder.make_lines(labels)))
+    return panels
 
 
 def split_role(name: str) -> tuple[str, str]:
@@ -137,48 +152,52 @@ def split_role(name: str) -> tuple[str, str]:
 
     "val/loss" becomes ("validation", "loss"). The kind is "" for values from training.
     """
-    if found := _EVALUATED.match(name):
-        return {"eval": "evaluation", "val": "validation", "test": "test"}[found[1]], name[found.end() :]
-    return "", _TRAINED.sub("", name, count=1)
+    if match := _EVALUATION_PREFIX.match(name):
+        return {"eval": "evaluation", "val": "validation", "test": "test"}[match[1]], name[match.end() :]
+    return "", _TRAINING_PREFIX.sub("", name, count=1)
 
 
 def select_single_values(
-    runs: Sequence[RunData], drawn: Sequence[Panel]
+    runs: Sequence[RunData], panels: Sequence[Panel]
 ) -> dict[str, list[tuple[float, float] | None]]:
     """Return the values that were logged once per run and have no chart.
 
     Args:
         runs: Runs of the report.
-        drawn: Charts of the report.
+        panels: Charts of the report.
 
     Returns:
         By name, a list with one entry per run: the pair of (step, value), or None if the run has no such value.
     """
-    taken = {line.name for panel in drawn for line in panel.lines} | {"epoch"}
-    names = dict.fromkeys(name for run in runs for name in run.series if name not in taken)
-    return {
-        name: [(run.series[name][0][0], run.series[name][0][2]) if name in run.series else None for run in runs]
-        for name in names
-    }
+    names_on_panels = {line.name for panel in panels for line in panel.lines} | {"epoch"}
+    names = dict.fromkeys(name for run in runs for name in run.series if name not in names_on_panels)
+    return {name: [_get_first_value(run, name) for run in runs] for name in names}
 
 
-def _make_memory_panels(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:
+def _get_first_value(run: RunData, name: str) -> tuple[float, float] | None:
+    """Return the (step, value) of a run's first point with a name; None if there is none."""
+    if name not in run.series:
+        return None
+    step, _, value = run.series[name][0]
+    return step, value
+
+
+def _make_memory_panels(line_builder: "_LineBuilder", names: Sequence[str]) -> Iterator[Panel]:
     """Yield the memory charts. For a single run, one chart shows the memory of all phases of a training step.
 
     With several runs, each phase has its own chart with one color per run.
 
     Args:
-        drawn: Builder of the chart lines.
+        line_builder: Builder of the chart lines.
         names: Names of all logged values.
     """
     phases = [name.partition("/")[2] for name in names if name.startswith("memory/")]
     ordered = sorted(phases, key=lambda phase: (_PHASES.index(phase) if phase in _PHASES else len(_PHASES), phase))
     # The peak is last, so that it is drawn over the phase in which it was reached.
-    known = {"memory": "in use", **{f"memory/{phase}": phase for phase in ordered}, "memory_peak": "peak"}
-    there = set(names)
-    present = {name: label for name, label in known.items() if name in there}
-    if len(drawn.runs) == 1:
-        if present:
+    all_labels = {"memory": "in use", **{f"memory/{phase}": phase for phase in ordered}, "memory_peak": "peak"}
+    labels = {name: label for name, label in all_labels.items() if name in names}
+    if len(line_builder.runs) == 1:
+        if labels:
             title = "Memory by phase" if ordered else "Memory"
             yield Panel(
                 "Memory",
@@ -187,15 +206,15 @@ def _make_memory_panels(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Pan
                 True,
                 is_wide=bool(ordered),
                 is_tall=bool(ordered),
-                lines=drawn.make_lines(present),
+                lines=line_builder.make_lines(labels),
             )
         return
-    for name, label in present.items():
+    for name, label in labels.items():
         title = f"Memory, {label}" if name in _MEMORY else f"Memory in {label}"
-        yield Panel("Memory", title, "bytes", True, lines=drawn.make_lines({name: ""}))
+        yield Panel("Memory", title, "bytes", True, lines=line_builder.make_lines({name: ""}))
 
 
-class _Drawing:
+class _LineBuilder:
     """Builder of chart lines from logged series.
 
     It assigns one color per run, or one per line if there is a single run.
@@ -209,17 +228,30 @@ class _Drawing:
         self.runs = runs
         self._limit = limit
 
-    def make_lines(self, names: dict[str, str]) -> list[ChartLine]:
-        found = []
-        for index, run in enumerate(self.runs):
-            for place, (name, label) in enumerate((name, label) for name, label in names.items() if name in run.series):
+    def make_lines(self, labels: dict[str, str]) -> list[ChartLine]:
+        """Return the lines of one chart, one per run and logged value.
+
+        Args:
+            labels: Labels of the lines, by name of the value.
+        """
+        has_one_run = len(self.runs) == 1
+        lines = []
+        for run_index, run in enumerate(self.runs):
+            logged_labels = {name: label for name, label in labels.items() if name in run.series}
+            for line_index, (name, label) in enumerate(logged_labels.items()):
                 series = downsample(run.series[name], self._limit)
-                color = index if len(self.runs) > 1 else place
-                is_dotted = bool(split_role(name)[0]) or series.count == 1
-                is_dotted = is_dotted and len(series.means) <= 120
-                is_dashed = name == "memory_peak" and len(self.runs) == 1
-                found.append(ChartLine(index, name, label, color, is_dotted, is_dashed, series))
-        return found
+                is_evaluation = bool(split_role(name)[0])
+                line = ChartLine(
+                    run=run_index,
+                    name=name,
+                    label=label,
+                    color=line_index if has_one_run else run_index,
+                    is_dotted=(is_evaluation or series.count == 1) and len(series.means) <= 120,
+                    is_dashed=name == "memory_peak" and has_one_run,
+                    series=series,
+                )
+                lines.append(line)
+        return lines
 
 
 def _guess_unit(name: str) -> str:
@@ -246,15 +278,15 @@ def find_value_range(panel: Panel) -> tuple[float, float]:
 
     The ends include a small margin. Spikes that would flatten the other values are cut off.
     """
-    tops = [value for line in panel.lines for value in (line.series.highs or line.series.means) if value is not None]
+    highs = [value for line in panel.lines for value in (line.series.highs or line.series.means) if value is not None]
     lows = [value for line in panel.lines for value in (line.series.lows or line.series.means) if value is not None]
-    if not tops:
+    if not highs:
         return 0.0, 1.0
-    lowest, highest = find_spike_limits(lows, tops)
-    # The edge is the most extreme value kept, not the limit itself.
-    high = max(value for value in tops if value <= highest)
-    low = min(value for value in lows if value >= lowest)
-    return _widen_range(low, high, panel.from_zero)
+    low_limit, high_limit = find_spike_limits(lows, highs)
+    # The edge is the most extreme value within the limits, not the limit itself.
+    high = max(value for value in highs if value <= high_limit)
+    low = min(value for value in lows if value >= low_limit)
+    return _widen_range(low, high, panel.starts_at_zero)
 
 
 def find_spike_limits(lows: Sequence[float | None], highs: Sequence[float | None]) -> tuple[float, float]:
@@ -267,19 +299,21 @@ def find_spike_limits(lows: Sequence[float | None], highs: Sequence[float | None
         lows: Minimum of each bucket; None for a bucket without finite values.
         highs: Maximum of each bucket; None for a bucket without finite values.
     """
-    bottom, top = (sorted(value for value in values if value is not None) for values in (lows, highs))
-    if len(bottom) < 20:
+    sorted_lows = sorted(value for value in lows if value is not None)
+    sorted_highs = sorted(value for value in highs if value is not None)
+    if len(sorted_lows) < 20:
         return -math.inf, math.inf
-    first, last = _find_quantile(bottom, 0.1), _find_quantile(top, 0.9)
-    spread = max(last - first, 1e-12 * max(abs(first), abs(last)))
-    return first - 6 * spread, last + 6 * spread
+    low, high = _find_quantile(sorted_lows, 0.1), _find_quantile(sorted_highs, 0.9)
+    # The second term keeps rounding errors of a constant series within the limits.
+    spread = max(high - low, 1e-12 * max(abs(low), abs(high)))
+    return low - 6 * spread, high + 6 * spread
 
 
 def _find_quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))]
 
 
-def _widen_range(low: float, high: float, from_zero: bool) -> tuple[float, float]:
+def _widen_range(low: float, high: float, starts_at_zero: bool) -> tuple[float, float]:
     """Return the range of an axis, extended by a small margin below and above.
 
     The result is neither so narrow nor so wide that calculations with floats fail.
@@ -287,14 +321,14 @@ def _widen_range(low: float, high: float, from_zero: bool) -> tuple[float, float
     Args:
         low: Lowest value.
         high: Highest value.
-        from_zero: Whether the axis starts at zero if no value is negative.
+        starts_at_zero: Whether the axis starts at zero if no value is negative.
     """
     low, high = max(low, -1e300), min(high, 1e300)
-    if from_zero and low >= 0:
+    if starts_at_zero and low >= 0:
         low = 0.0
     size = max(abs(low), abs(high))
     if high - low <= max(1e-9 * size, 1e-300):
-        room = 0.1 * size or 1.0
-        return (low if from_zero and low == 0 else low - room), high + room
-    room = 0.06 * (high - low)
-    return (low if low == 0 else low - room), high + room
+        margin = 0.1 * size or 1.0
+        return (low if starts_at_zero and low == 0 else low - margin), high + margin
+    margin = 0.06 * (high - low)
+    return (low if low == 0 else low - margin), high + margin

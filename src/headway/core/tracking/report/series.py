@@ -48,9 +48,9 @@ class DownsampledSeries:
 
     def find_bounds(self) -> tuple[float, float] | None:
         """Return the lowest and the highest finite value, or None if no value is finite."""
-        low = [value for value in (self.lows or self.means) if value is not None]
-        high = [value for value in (self.highs or self.means) if value is not None]
-        return (min(low), max(high)) if low else None
+        lows = [value for value in (self.lows or self.means) if value is not None]
+        highs = [value for value in (self.highs or self.means) if value is not None]
+        return (min(lows), max(highs)) if lows else None
 
 
 def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
@@ -69,20 +69,27 @@ def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
     if count <= limit:
         means = [value if math.isfinite(value) else None for value in values]
         return DownsampledSeries(list(steps), list(times), means, count=count, marks=marks)
-    found = DownsampledSeries([], [], [], count=count, marks=marks)
-    for index, (start, end) in enumerate(_split_evenly(count, limit)):
-        place = {0: start, limit - 1: end - 1}.get(index, (start + end) // 2)
+    series = DownsampledSeries([], [], [], count=count, marks=marks)
+    for bucket, (start, end) in enumerate(_split_evenly(count, limit)):
+        if bucket == 0:
+            drawn_at = start
+        elif bucket == limit - 1:
+            drawn_at = end - 1
+        else:
+            drawn_at = (start + end) // 2
+        # Without marks, all values are finite.
         finite = [value for value in values[start:end] if math.isfinite(value)] if marks else values[start:end]
-        found.steps.append(steps[place])
-        found.times.append(times[place])
-        found.means.append(_compute_average(finite))
-        found.lows.append(min(finite, default=None))
-        found.highs.append(max(finite, default=None))
-    return found
+        series.steps.append(steps[drawn_at])
+        series.times.append(times[drawn_at])
+        series.means.append(_compute_average(finite))
+        series.lows.append(min(finite, default=None))
+        series.highs.append(max(finite, default=None))
+    return series
 
 
-def _split_evenly(count: int, limit: int) -> Iterator[tuple[int, int]]:
-    return ((index * count // limit, (index + 1) * count // limit) for index in range(limit))
+def _split_evenly(count: int, num_parts: int) -> Iterator[tuple[int, int]]:
+    """Return an iterator over the (start, end) indices of `num_parts` consecutive parts of nearly equal size."""
+    return ((part * count // num_parts, (part + 1) * count // num_parts) for part in range(num_parts))
 
 
 def _compute_average(values: Sequence[float]) -> float | None:
@@ -98,24 +105,31 @@ def _find_marks(points: Sequence[Point]) -> list[NonFiniteMark]:
 
     Neighboring marks are merged if there are more than `MAX_MARKS`.
     """
-    found: list[NonFiniteMark] = []
-    previous = -2
+    marks: list[NonFiniteMark] = []
+    previous = -2  # index of the latest non-finite value
     for index, (step, seconds, value) in enumerate(points):
         if math.isfinite(value):
             continue
-        kind = "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-        if index == previous + 1 and found[-1].kind == kind:
-            last = found.pop()
-            found.append(NonFiniteMark(kind, (last.steps[0], step), (last.times[0], seconds), last.count + 1))
+        kind = _name_non_finite(value)
+        if index == previous + 1 and marks[-1].kind == kind:
+            last = marks.pop()
+            marks.append(NonFiniteMark(kind, (last.steps[0], step), (last.times[0], seconds), last.count + 1))
         else:
-            found.append(NonFiniteMark(kind, (step, step), (seconds, seconds), 1))
+            marks.append(NonFiniteMark(kind, (step, step), (seconds, seconds), 1))
         previous = index
-    if len(found) <= MAX_MARKS:
-        return found
-    return [_merge_marks(found[start:end]) for start, end in _split_evenly(len(found), MAX_MARKS)]
+    if len(marks) <= MAX_MARKS:
+        return marks
+    return [_merge_marks(marks[start:end]) for start, end in _split_evenly(len(marks), MAX_MARKS)]
+
+
+def _name_non_finite(value: float) -> str:
+    if math.isnan(value):
+        return "nan"
+    return "inf" if value > 0 else "-inf"
 
 
 def _merge_marks(marks: Sequence[NonFiniteMark]) -> NonFiniteMark:
+    """Return one mark that spans consecutive marks. Its kind is "mixed" if their kinds differ."""
     kinds = {mark.kind for mark in marks}
     first, last = marks[0], marks[-1]
     return NonFiniteMark(

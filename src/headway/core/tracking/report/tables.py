@@ -6,24 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
 from headway.core.tracking.report import looks
 from headway.core.tracking.report.data import PlacedEvent, RunData
-from headway.core.tracking.report.looks import find_kind, format_duration, format_value
+from headway.core.tracking.report.looks import find_event_kind, format_duration, format_value
 from headway.core.tracking.report.panels import WAIT_BY_RANK, Panel, split_role
 from headway.core.tracking.report.series import DownsampledSeries
 
-_FRESH = 120.0
+_ALIVE_SECONDS = 120.0
 """Seconds without a new line in the log after which an unfinished run is assumed to be dead."""
 _METRICS = ("accuracy", "acc", "f1", "auc", "perplexity", "precision", "recall", "bleu")
 """Last words of names, such as "train_accuracy", whose values are shown as metrics even outside an evaluation."""
 _NO_METRICS = ("loss", "runtime", "per_second", "memory", "memory_peak", "epoch", "step", "time")
 """Endings of names, such as "eval_runtime", whose values are not shown as metrics of an evaluation."""
-_MANY_METRICS = 4
+_MAX_METRICS = 4
 """Maximum number of metrics among the key figures."""
-_MANY_SETTINGS = 24
+_MAX_OPEN_SETTINGS = 24
 """Number of settings above which a list of settings is initially collapsed."""
 
 
@@ -61,13 +62,13 @@ def infer_run_status(run: RunData) -> RunStatus:
     """Return the status of a run, such as finished or killed, as inferred from its log."""
     if run.is_finished:
         return RunStatus("finished", "good", "")
-    silence = f"its last line was written {format_duration(run.silent_for)} before this page was made"
-    if run.is_torn:
+    silence = f"its last line was written {format_duration(run.seconds_since_last_line)} before this page was made"
+    if run.ends_in_partial_line:
         return RunStatus("cut off", "bad", f"killed in the middle of a line; {silence}")
     kinds = [event.kind for event in run.events]
     if kinds and "preempted" in kinds and kinds[-1] not in ("resumed", "restart"):
         return RunStatus("preempted", "warn", f"it was asked to stop and has not been resumed; {silence}")
-    if run.silent_for < _FRESH:
+    if run.seconds_since_last_line < _ALIVE_SECONDS:
         return RunStatus("no end yet", "warn", f"still running, or stopped just now; {silence}")
     return RunStatus("no end", "bad", f"killed, or still running but silent; {silence}")
 
@@ -89,34 +90,13 @@ def list_key_figures(run: RunData) -> list[KeyFigure]:
 
     Figures that were not logged are left out.
     """
-    found = []
+    figures = []
     if run.last_step is not None:
-        found.append(KeyFigure("Updates", format_value(run.last_step)))
+        figures.append(KeyFigure("Updates", format_value(run.last_step)))
     attempts = f"{len(run.starts)} attempts" if len(run.starts) > 1 else ""
-    found.append(KeyFigure("Duration", format_duration(run.seconds), attempts))
-    own = next((name for name in run.series if split_role(name) == ("", "loss")), "loss")
-    if losses := _select_finite(run, own):
-        tail = losses[-max(1, len(losses) // 50) :]
-        note = f"from {format_value(losses[0])}" if len(losses) > 1 else ""
-        note += f", mean of the last {len(tail)}" if len(tail) > 1 else ""
-        found.append(KeyFigure("Training loss", format_value(sum(tail) / len(tail)), note))
-    kinds = {
-        kind: series
-        for name, series in run.series.items()
-        for kind, rest in (split_role(name),)
-        if kind and rest == "loss"
-    }
-    for kind, series in kinds.items():
-        if evaluated := [point for point in series if abs(point[2]) < float("inf")]:
-            best = min(evaluated, key=lambda point: point[2])
-            found.append(
-                KeyFigure(
-                    f"Best {kind} loss",
-                    format_value(best[2]),
-                    f"at step {format_value(best[0])}" if run.has_steps else "",
-                )
-            )
-    found += _list_metrics(run)
+    figures.append(KeyFigure("Duration", format_duration(run.seconds), attempts))
+    figures += _list_losses(run)
+    figures += _list_metrics(run)
     for name, title, unit in (
         ("samples_per_second", "Samples/s", "rate"),
         ("tokens_per_second", "Tokens/s", "rate"),
@@ -124,7 +104,7 @@ def list_key_figures(run: RunData) -> list[KeyFigure]:
         ("data_wait", "Waiting for data", "share"),
     ):
         if values := _select_finite(run, name):
-            found.append(KeyFigure(title, format_value(median(values), unit), "median"))
+            figures.append(KeyFigure(title, format_value(median(values), unit), "median"))
     waits = {
         name: values for name in run.series if name.startswith(WAIT_BY_RANK) and (values := _select_finite(run, name))
     }
@@ -132,30 +112,52 @@ def list_key_figures(run: RunData) -> list[KeyFigure]:
         longest = max(waits, key=lambda name: median(waits[name]))
         share = format_value(median(waits[longest]), "share")
         rank = f"rank {longest.removeprefix(WAIT_BY_RANK)}"
-        found.append(KeyFigure("Waits longest for data", rank, f"{share} of its time, median"))
+        figures.append(KeyFigure("Waits longest for data", rank, f"{share} of its time, median"))
     peaks = [value for name in run.series if name.startswith("memory") for value in _select_finite(run, name)]
     if peaks:
-        found.append(KeyFigure("Peak memory", format_value(max(peaks), "bytes")))
-    troubles = Counter(event.kind for event in run.events if find_kind(event.kind).tone in ("bad", "warn"))
+        figures.append(KeyFigure("Peak memory", format_value(max(peaks), "bytes")))
+    troubles = Counter(event.kind for event in run.events if find_event_kind(event.kind).tone in ("bad", "warn"))
     if troubles:
-        description = ", ".join(f"{count} {find_kind(kind).words}" for kind, count in troubles.most_common())
-        found.append(KeyFigure("Incidents", str(troubles.total()), description))
-    return found
+        description = ", ".join(f"{count} {find_event_kind(kind).words}" for kind, count in troubles.most_common())
+        figures.append(KeyFigure("Incidents", str(troubles.total()), description))
+    return figures
+
+
+def _list_losses(run: RunData) -> list[KeyFigure]:
+    """Return the final training loss, and the best loss of each kind of evaluation."""
+    figures = []
+    training_name = next((name for name in run.series if split_role(name) == ("", "loss")), "loss")
+    if losses := _select_finite(run, training_name):
+        last_losses = losses[-max(1, len(losses) // 50) :]
+        note = f"from {format_value(losses[0])}" if len(losses) > 1 else ""
+        note += f", mean of the last {len(last_losses)}" if len(last_losses) > 1 else ""
+        figures.append(KeyFigure("Training loss", format_value(sum(last_losses) / len(last_losses)), note))
+    # If several names have one role, such as "eval_loss" and "eval/loss", the last one is shown.
+    series_by_kind = {}
+    for name, series in run.series.items():
+        kind, metric = split_role(name)
+        if kind and metric == "loss":
+            series_by_kind[kind] = series
+    for kind, series in series_by_kind.items():
+        if finite := [(value, step) for step, _, value in series if abs(value) < float("inf")]:
+            best_value, best_step = min(finite, key=itemgetter(0))
+            note = f"at step {format_value(best_step)}" if run.has_steps else ""
+            figures.append(KeyFigure(f"Best {kind} loss", format_value(best_value), note))
+    return figures
 
 
 def _list_metrics(run: RunData) -> list[KeyFigure]:
     """Return the metrics of a run other than losses, such as the accuracy of an evaluation, with their last values."""
-    found: list[KeyFigure] = []
-    for name, series in run.series.items():
-        kind, rest = split_role(name)
-        is_metric = rest.rpartition("_")[2] in _METRICS or (kind and not rest.endswith(_NO_METRICS))
-        points = [point for point in series if abs(point[2]) < float("inf")]
-        if is_metric and points and len(found) < _MANY_METRICS:
-            values = [value for _, _, value in points]
+    figures: list[KeyFigure] = []
+    for name in run.series:
+        kind, metric = split_role(name)
+        is_metric = metric.rpartition("_")[2] in _METRICS or (kind and not metric.endswith(_NO_METRICS))
+        values = _select_finite(run, name)
+        if is_metric and values and len(figures) < _MAX_METRICS:
             note = f"from {format_value(min(values))} to {format_value(max(values))}" if len(values) > 1 else ""
-            title = f"{kind} {rest}".strip().replace("_", " ").replace("/", " ")
-            found.append(KeyFigure(title[:1].upper() + title[1:], format_value(values[-1]), note))
-    return found
+            title = f"{kind} {metric}".strip().replace("_", " ").replace("/", " ")
+            figures.append(KeyFigure(title[:1].upper() + title[1:], format_value(values[-1]), note))
+    return figures
 
 
 def _list_summary(run: RunData) -> list[tuple[str, str]]:
@@ -172,20 +174,23 @@ def _list_summary(run: RunData) -> list[tuple[str, str]]:
 
 def list_environment(run: RunData) -> list[KeyFigure]:
     """Return figures about a run's environment: times, project, processes, device, versions and the log's path."""
-    found = [KeyFigure("Began", format_time(run.began)), KeyFigure("Last line", format_time(run.began + run.seconds))]
-    found += [KeyFigure("Project", run.project)] if run.project else []
+    figures = [
+        KeyFigure("Began", format_time(run.start_time)),
+        KeyFigure("Last line", format_time(run.start_time + run.seconds)),
+    ]
+    figures += [KeyFigure("Project", run.project)] if run.project else []
     if run.starts:
         last = run.starts[-1]
         worlds = list(dict.fromkeys(start.world_size for start in run.starts))
         devices = list(dict.fromkeys(start.device for start in run.starts))
-        found.append(KeyFigure("Processes", " → ".join(map(str, worlds))))
-        found.append(KeyFigure("Device", " → ".join(devices)))
-        found.append(KeyFigure("Attempts", str(len(run.starts))))
-        found += [KeyFigure(name, str(version)) for name, version in last.versions.items()]
-    if run.damaged:
-        found.append(KeyFigure("Unreadable lines", ", ".join(map(str, run.damaged[:10])), "left out"))
-    found.append(KeyFigure("Log", str(run.path)))
-    return found
+        figures.append(KeyFigure("Processes", " → ".join(map(str, worlds))))
+        figures.append(KeyFigure("Device", " → ".join(devices)))
+        figures.append(KeyFigure("Attempts", str(len(run.starts))))
+        figures += [KeyFigure(name, str(version)) for name, version in last.versions.items()]
+    if run.damaged_lines:
+        figures.append(KeyFigure("Unreadable lines", ", ".join(map(str, run.damaged_lines[:10])), "left out"))
+    figures.append(KeyFigure("Log", str(run.path)))
+    return figures
 
 
 def list_differences(runs: Sequence[RunData]) -> list[tuple[str, list[str | None]]]:
@@ -229,13 +234,13 @@ def render_overview(runs: Sequence[RunData]) -> str:
     """Return the key figures as HTML: tiles for one run, or a table for several runs."""
     if len(runs) == 1:
         return render_tiles(list_key_figures(runs[0]))
-    found = [{fact.name: fact for fact in list_key_figures(run)} for run in runs]
-    names = list(dict.fromkeys(name for table in found for name in table))
+    figures_by_run = [{figure.name: figure for figure in list_key_figures(run)} for run in runs]
+    names = list(dict.fromkeys(name for figures in figures_by_run for name in figures))
     rows = []
-    for index, (run, table) in enumerate(zip(runs, found, strict=True)):
-        state = infer_run_status(run)
-        pill = f'<span class="pill {state.tone}" title="{escape(state.note)}">{state.word}</span>'
-        cells = "".join(_render_cell(table.get(name)) for name in names)
+    for index, (run, figures) in enumerate(zip(runs, figures_by_run, strict=True)):
+        status = infer_run_status(run)
+        pill = f'<span class="pill {status.tone}" title="{escape(status.note)}">{status.word}</span>'
+        cells = "".join(_render_cell(figures.get(name)) for name in names)
         rows.append(f"<th>{render_swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}")
     head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "State", *names))
     return f'<div class="card scroll figures">{_render_table(head, rows)}</div>'
@@ -244,8 +249,8 @@ def render_overview(runs: Sequence[RunData]) -> str:
 def render_tiles(figures: Sequence[KeyFigure]) -> str:
     """Return figures as HTML tiles with their names, values and notes, in rows of at most six."""
     cells = "".join(
-        f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.note)}</small></dd></div>"
-        for fact in figures
+        f"<div><dt>{escape(figure.name)}</dt><dd>{escape(figure.value)}<small>{escape(figure.note)}</small></dd></div>"
+        for figure in figures
     )
     num_rows = -(-len(figures) // 6) or 1
     return f'<dl class="tiles" style="--columns:{-(-len(figures) // num_rows) or 1}">{cells}</dl>'
@@ -260,11 +265,11 @@ def _render_run_columns(runs: Sequence[RunData]) -> str:
     return "".join(f"<th>{render_swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
 
 
-def _render_cell(fact: KeyFigure | None) -> str:
-    if fact is None:
+def _render_cell(figure: KeyFigure | None) -> str:
+    if figure is None:
         return '<td class="none">-</td>'
-    note = f"<small>{escape(fact.note)}</small>" if fact.note else ""
-    return f"<td>{escape(fact.value)}{note}</td>"
+    note = f"<small>{escape(figure.note)}</small>" if figure.note else ""
+    return f"<td>{escape(figure.value)}{note}</td>"
 
 
 def render_single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[tuple[float, float] | None]]) -> str:
@@ -277,11 +282,15 @@ def render_single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[
     if not values:
         return ""
     rows = []
-    for name, found in values.items():
+    for name, values_by_run in values.items():
         cells = ""
-        for run, each in zip(runs, found, strict=True):
-            note = f"step {format_value(each[0])}" if each is not None and run.has_steps else ""
-            cells += _render_cell(None if each is None else KeyFigure(name, format_figure(name, each[1]), note))
+        for run, logged in zip(runs, values_by_run, strict=True):
+            if logged is None:
+                cells += _render_cell(None)
+                continue
+            step, value = logged
+            note = f"step {format_value(step)}" if run.has_steps else ""
+            cells += _render_cell(KeyFigure(name, format_figure(name, value), note))
         rows.append(f"<th>{escape(name)}</th>{cells}")
     head = f"<th>Name</th>{_render_run_columns(runs) if len(runs) > 1 else '<th>Value</th>'}"
     return (
@@ -308,9 +317,10 @@ def render_values(panel: Panel, runs: Sequence[RunData]) -> str:
 
 
 def _summarize_series(series: DownsampledSeries) -> tuple[float | None, ...]:
-    known = [value for value in series.means if value is not None]
+    """Return the first, lowest, highest and last value of a series; None for each if no value is finite."""
+    means = [mean for mean in series.means if mean is not None]
     low, high = series.find_bounds() or (None, None)
-    return (known[0], low, high, known[-1]) if known else (None, None, None, None)
+    return (means[0], low, high, means[-1]) if means else (None, None, None, None)
 
 
 def render_event_table(runs: Sequence[RunData]) -> str:
@@ -324,7 +334,7 @@ def render_event_table(runs: Sequence[RunData]) -> str:
     shown = rows if len(rows) <= looks.MAX_ROWS else _select_rows(rows)
     lines = []
     for index, event in shown:
-        kind = looks.find_kind(event.kind)
+        kind = looks.find_event_kind(event.kind)
         name = f"<td>{render_swatch(index)}{escape(runs[index].label)}</td>" if len(runs) > 1 else ""
         step = format_value(event.step) if event.has_step else "-"
         lines.append(
@@ -334,20 +344,26 @@ def render_event_table(runs: Sequence[RunData]) -> str:
         )
     head = "<th>Run</th>" if len(runs) > 1 else ""
     head += '<th class="number">Step</th><th class="number">After</th><th>Event</th><th>Details</th>'
-    left = f'<p class="about">{len(rows) - len(shown):,} more are not listed.</p>' if len(shown) < len(rows) else ""
+    num_hidden = len(rows) - len(shown)
+    hidden = f'<p class="about">{num_hidden:,} more are not listed.</p>' if num_hidden else ""
     is_open = " open" if len(shown) <= 30 else ""
     count = f"{len(rows):,} event{'s' if len(rows) > 1 else ''}"
     return (
         f'<section><h2>Events</h2><details class="card scroll"{is_open}><summary>{count}</summary>'
-        f"{_render_table(head, lines)}{left}</details></section>"
+        f"{_render_table(head, lines)}{hidden}</details></section>"
     )
 
 
 def _select_rows(rows: list[tuple[int, PlacedEvent]]) -> list[tuple[int, PlacedEvent]]:
     """Return the most serious events, at most `MAX_ROWS` of them, in their original order."""
-    ranks = {"bad": 0, "warn": 1, "good": 2, "calm": 3}
-    chosen = sorted(range(len(rows)), key=lambda number: ranks[looks.find_kind(rows[number][1].kind).tone])
-    return [rows[number] for number in sorted(chosen[: looks.MAX_ROWS])]
+    seriousness = {"bad": 0, "warn": 1, "good": 2, "calm": 3}
+
+    def rank_row(index: int) -> int:
+        _, event = rows[index]
+        return seriousness[looks.find_event_kind(event.kind).tone]
+
+    by_seriousness = sorted(range(len(rows)), key=rank_row)
+    return [rows[index] for index in sorted(by_seriousness[: looks.MAX_ROWS])]
 
 
 def render_settings(runs: Sequence[RunData]) -> str:
@@ -374,7 +390,9 @@ def render_settings(runs: Sequence[RunData]) -> str:
                 "Configuration", [(key, format_setting(value)) for key, value in run.config.items()], len(runs) == 1
             ),
             _render_list("Summary", _list_summary(run), len(runs) == 1),
-            _render_list("Environment", [(fact.name, fact.value) for fact in list_environment(run)], len(runs) == 1),
+            _render_list(
+                "Environment", [(figure.name, figure.value) for figure in list_environment(run)], len(runs) == 1
+            ),
             _render_list("Texts", list(run.texts.items()), False),
         ]
         parts.append(f'<section><h2>{name}</h2><div class="grid lists">{"".join(lists)}</div></section>')
@@ -385,7 +403,7 @@ def _render_list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> 
     if not rows:
         return ""
     inner = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows)
-    opened = " open" if is_open and len(rows) <= _MANY_SETTINGS else ""
+    opened = " open" if is_open and len(rows) <= _MAX_OPEN_SETTINGS else ""
     return f'<details class="card"{opened}><summary>{title} <b>{len(rows)}</b></summary><dl class="rows">{inner}</dl></details>'
 
 
@@ -396,4 +414,4 @@ def render_sign(kind: looks.EventKind) -> str:
 
 def render_swatch(index: int) -> str:
     """Return a small square in a run's color, as HTML."""
-    return f'<i class="swatch c{looks.choose_color(index)} round{index // len(looks.LINES) % 4}"></i>'
+    return f'<i class="swatch c{looks.choose_color(index)} round{index // len(looks.LINE_COLORS) % 4}"></i>'

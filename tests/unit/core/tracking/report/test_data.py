@@ -24,7 +24,7 @@ def test_log_of_the_writer_is_read(tmp_path):
     log.write_end({"train_loss": 0.2})
     log.close()
     (run,) = load([tmp_path / "run"])
-    assert (run.label, run.project, run.is_finished, run.is_torn) == ("run", "digits", True, False)
+    assert (run.label, run.project, run.is_finished, run.ends_in_partial_line) == ("run", "digits", True, False)
     assert run.config == {"optimizer.lr": 0.1}
     assert [(step, value) for step, _, value in run.series["loss"]] == [(step, 1.0 / (step + 1)) for step in range(5)]
     assert run.texts == {"note": "warm"}
@@ -189,7 +189,7 @@ def test_unreadable_lines_are_reported(tmp_path):
     log.lines.append("{broken")
     log.values(2, loss=1.0)
     (run,) = load([log.write()])
-    assert run.damaged == [3]
+    assert run.damaged_lines == [3]
     assert len(run.series["loss"]) == 2
     assert json.dumps(run.config) == "{}"
 

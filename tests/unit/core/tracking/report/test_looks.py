@@ -41,7 +41,7 @@ def compute_contrast(one, other):
 
 
 @pytest.mark.parametrize("eyes", EYES)
-@pytest.mark.parametrize("colors", [looks.LINES, looks.LINES_DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("colors", [looks.LINE_COLORS, looks.LINE_COLORS_DARK], ids=["light", "dark"])
 def test_lines_can_be_distinguished_with_any_color_vision(colors, eyes):
     seen = [to_oklab([sum(a * b for a, b in zip(row, to_linear_rgb(code))) for row in EYES[eyes]]) for code in colors]
     for one, other in combinations(range(len(colors)), 2):
@@ -49,7 +49,9 @@ def test_lines_can_be_distinguished_with_any_color_vision(colors, eyes):
         assert math.dist(seen[one], seen[other]) >= needed, (colors[one], colors[other])
 
 
-@pytest.mark.parametrize(("colors", "page"), [(looks.LINES, looks.PAGE), (looks.LINES_DARK, looks.PAGE_DARK)])
+@pytest.mark.parametrize(
+    ("colors", "page"), [(looks.LINE_COLORS, looks.PAGE_COLOR), (looks.LINE_COLORS_DARK, looks.PAGE_COLOR_DARK)]
+)
 def test_lines_have_enough_contrast_with_the_page(colors, page):
     assert all(compute_contrast(code, page) >= 3 for code in colors)
 
