@@ -313,9 +313,11 @@ class Recorder:
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        known = [each.name for each in self._choices]
-        if str(name) not in known:
-            raise ConfigError(f"get_tracker({name!r}): log_with has {', '.join(known) if known else 'no trackers'}")
+        selected = [choice.name for choice in self._choices]
+        if str(name) not in selected:
+            raise ConfigError(
+                f"get_tracker({name!r}): log_with has {', '.join(selected) if selected else 'no trackers'}"
+            )
         return BlankTracker()
 
     def end_run(self, summary: Mapping[str, Any] | None = None) -> None:

@@ -178,17 +178,17 @@ def describe_damage(name: str, offset: int, reason: object) -> str:
     return f"{name}: the record at byte {offset} is damaged: {' '.join(str(reason).split())[:300]}"
 
 
-def check_count(found: int, expected: int, name: str, offset: int) -> None:
+def check_count(num_records: int, num_expected: int, name: str, offset: int) -> None:
     """Raise `DataError` if a block does not have the number of records that the index states.
 
     Args:
-        found: Number of records in the block.
-        expected: Number of records in the index.
+        num_records: Number of records in the block.
+        num_expected: Number of records in the index.
         name: Name of the file, for the message.
         offset: Byte offset of the block, for the message.
     """
-    if found != expected:
+    if num_records != num_expected:
         raise DataError(
-            f"{name}: the block at byte {offset} has {found} records instead of {expected}, so the file has changed since it was "
-            "indexed without a new size or modification time; delete its index from the cache folder, or restore the file"
+            f"{name}: the block at byte {offset} has {num_records} records instead of {num_expected}, so the file has changed since "
+            "it was indexed without a new size or modification time; delete its index from the cache folder, or restore the file"
         )

@@ -52,12 +52,14 @@ def choose_format(url: str, name: str | None) -> str:
         return "tar"
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
-    found = [kind for kind, known in _FORMATS.items() if suffixes and suffixes[-1] in known]
-    if not found:
+    matching = [
+        format_name for format_name, known_suffixes in _FORMATS.items() if suffixes and suffixes[-1] in known_suffixes
+    ]
+    if not matching:
         raise DataError(
             f"the format of {url} is not clear from its suffix; give format= as one of {', '.join(FORMATS)}"
         )
-    return found[0]
+    return matching[0]
 
 
 def choose_compression(url: str) -> str | None:
@@ -100,8 +102,8 @@ def build_format(name: str, columns: Sequence[str] | None) -> ShardFormat:
         return Parquet(columns) if name == "parquet" else Arrow(columns)
     if columns is not None:
         raise ConfigError(f"columns= chooses columns of parquet and arrow shards, but these are {name}; leave it out")
-    others: dict[str, Callable[[], ShardFormat]] = {"jsonl": JsonLines, "tar": WebDatasetTar, "mds": MDS}
-    return others[name]()
+    format_classes: dict[str, Callable[[], ShardFormat]] = {"jsonl": JsonLines, "tar": WebDatasetTar, "mds": MDS}
+    return format_classes[name]()
 
 
 def open_decompressed(file: Any, compression: str) -> Any:

@@ -96,10 +96,10 @@ class Parquet:
         return OpenParquet(read_footer(reader, num_bytes, name), num_bytes, name, self._columns)
 
     def _check_columns(self, metadata: Any, name: str) -> None:
-        known = metadata.schema.to_arrow_schema().names
-        unknown = [column for column in self._columns or () if column not in known]
+        names = metadata.schema.to_arrow_schema().names
+        unknown = [column for column in self._columns or () if column not in names]
         if unknown:
-            raise DataError(f"{name} has no column {unknown[0]!r}; columns= may contain {', '.join(map(repr, known))}")
+            raise DataError(f"{name} has no column {unknown[0]!r}; columns= may contain {', '.join(map(repr, names))}")
 
 
 def read_footer(reader: RangeReader, num_bytes: int, name: str) -> Any:

@@ -385,12 +385,12 @@ class MappedFeed:
 
     def _warn_of_changed_order(self) -> None:
         """Warn if a loaded state was saved with another type of sample order, such as another sampler."""
-        now = describe_order(self.order)
-        if self._saved_order not in (None, now):
+        current_order = describe_order(self.order)
+        if self._saved_order not in (None, current_order):
             warn(
-                f"the samples of this epoch were {self._saved_order} before the save, and now they are {now}, so some of them would "
-                "be repeated and others left out. Give the loader the shuffle= or sampler= that it had, or begin the epoch at its "
-                "first batch: resume(..., changed='data')",
+                f"the samples of this epoch were {self._saved_order} before the save, and now they are {current_order}, so some of "
+                "them would be repeated and others left out. Give the loader the shuffle= or sampler= that it had, or begin the "
+                "epoch at its first batch: resume(..., changed='data')",
                 HeadwayWarning,
                 stacklevel=2,
             )

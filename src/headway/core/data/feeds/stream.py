@@ -804,8 +804,8 @@ class StreamFeed:
             is_running: Whether a pass is in progress.
         """
         if not is_running:
-            began = {**self._base_seed.state(False), **self._generators.state(False)}
-            return {**self._loaded, **began, **self._dataset_rng.state()}
+            rng_states = {**self._base_seed.state(False), **self._generators.state(False), **self._dataset_rng.state()}
+            return {**self._loaded, **rng_states}
         state = self.position_state()
         if self._is_stateful:
             state |= {"inner": self._inner_state, "reader": self._reader}
@@ -817,13 +817,15 @@ class StreamFeed:
         The position consists of the number of steps read and, if it is kept and changes, the dataset's state. The state
         of a StatefulDataLoader is left out, because it is valid only for the latest batch.
         """
-        began = {**self._base_seed.state(True), **self._generators.state(True), **self._dataset_rng.state()}
-        position = {
+        rng_states = {**self._base_seed.state(True), **self._generators.state(True), **self._dataset_rng.state()}
+        position: State = {
             "num_rounds": self._num_steps,
             "round_size": self.samples_per_step,
             "reading": list(self._read_order),
         }
-        return {**began, **position, **({"dataset": self._dataset_state} if self._has_dataset_position else {})}
+        if self._has_dataset_position:
+            position["dataset"] = self._dataset_state
+        return {**rng_states, **position}
 
     def state_after_break(self) -> State:
         """Return the dataset's current RNG states, after a pass that was left early (by `break`).

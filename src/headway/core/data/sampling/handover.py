@@ -58,28 +58,31 @@ class SamplerHandover:
         """
         return cls(stream, (_AFTER_FIRST_ITEM if stream.is_global else _BEFORE_FIRST_ITEM,))
 
-    def record_first_item(self, before: States, after: States) -> None:
+    def record_first_item(self, states_before: States, states_after: States) -> None:
         """Let the stream continue after the draws for the sampler's first item.
 
         Args:
-            before: Global RNG states before these draws.
-            after: Global RNG states after these draws.
+            states_before: Global RNG states before these draws.
+            states_after: Global RNG states after these draws.
         """
         if self._stage == _BEFORE_FIRST_ITEM:
             self._stage = _AFTER_FIRST_ITEM
-            self._stream.write_states({index: after[index] for index in _find_changed(before, after)})
+            changed = _find_changed(states_before, states_after)
+            self._stream.write_states({index: states_after[index] for index in changed})
 
-    def record_later_items(self, before: States, after: States) -> None:
+    def record_later_items(self, states_before: States, states_after: States) -> None:
         """Separate the stream from the sequences of generators from which the sampler draws after its first item.
 
         Args:
-            before: Global RNG states before the sampler yielded some later items.
-            after: Global RNG states after it yielded them.
+            states_before: Global RNG states before the sampler yielded some later items.
+            states_after: Global RNG states after it yielded them.
         """
         if self._stage != _AFTER_END:
-            changed = [index for index in _find_changed(before, after) if index not in self._separate_generators]
+            changed = [
+                index for index in _find_changed(states_before, states_after) if index not in self._separate_generators
+            ]
             self._separate_generators.update(changed)
-            self._stream.write_states({index: derive_state(before[index], index) for index in changed})
+            self._stream.write_states({index: derive_state(states_before[index], index) for index in changed})
 
     def end_pass(self, states: States) -> None:
         """Let the stream continue where separate sequences ended.
@@ -154,4 +157,5 @@ class DatasetHandover:
 
 
 def _find_changed(before: States, after: States) -> list[int]:
+    """Return the indices of the generators whose states differ."""
     return [index for index in range(3) if not has_same_state(before[index], after[index])]

@@ -583,16 +583,16 @@ class LoadingRules:
         reads_ahead: Whether to fetch the next batch of a map-style dataset before training on the current one. It
             applies to loaders without workers. Fetching a batch then draws from the global generators before training
             on the previous batch does.
-        keeps_torch_worker_seeds: Whether workers keep torch's seeding even with several ranks. Otherwise their random numbers are
-            functions of a sample's position, so that a resumed epoch is equal on any number of ranks.
-        draws_order_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
-            as torch's loaders do.
-        separates_rng_streams: Whether loaders and training draw from separate random number streams if several ranks read one
-            data shard.
+        keeps_torch_worker_seeds: Whether workers keep torch's seeding even with several ranks. Otherwise their random
+            numbers are functions of a sample's position, so that a resumed epoch is equal on any number of ranks.
+        draws_order_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in
+            `iter()`, as torch's loaders do.
+        separates_rng_streams: Whether loaders and training draw from separate random number streams in a run with
+            several ranks.
         raises_for_unequal_data: Whether different data or samplers on different ranks raise `DataError`. Otherwise they
             cause one warning.
-        compares_iterable_datasets: Whether ranks that each read an iterable dataset in full compare their samples, read with
-            equal global RNG states, and end a pass together. Otherwise they exchange nothing.
+        compares_iterable_datasets: Whether ranks that each read an iterable dataset in full compare their samples, read
+            with equal global RNG states, and end a pass together. Otherwise they exchange nothing.
     """
 
     reads_ahead = False

@@ -128,12 +128,12 @@ def find_log(path: Path) -> Path:
         ConfigError: If there is no log, or more than one. The message names runs in nearby folders of this machine.
     """
     if isinstance(path, ObjectPath):
-        found: Path | None = extensions.load("feature", "mirror_log").fetch_log(path)
-        if found is None:
+        local_log: Path | None = extensions.load("feature", "mirror_log").fetch_log(path)
+        if local_log is None:
             raise ConfigError(
                 f"{path} contains no {FILE}, or several. Give the folder of one run that contains a {FILE}"
             )
-        return found
+        return local_log
     if os.path.isfile(path):
         return path
     if os.path.isfile(path / FILE):

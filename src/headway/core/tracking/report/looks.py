@@ -105,8 +105,8 @@ def format_duration(seconds: float) -> str:
     """Return a duration in its two largest units, as in '1 h 2 min' for 3725 and '42 s' for 42."""
     if abs(seconds) < 60:
         return f"{seconds:.3g} s"
-    whole = round(seconds)
-    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
+    total = round(seconds)
+    parts = [(total // 86400, "d"), (total // 3600 % 24, "h"), (total // 60 % 60, "min"), (total % 60, "s")]
     first = next(index for index, (amount, _) in enumerate(parts) if amount)
     return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
 

@@ -378,11 +378,11 @@ def render_settings(runs: Sequence[RunData]) -> str:
             + "".join(_render_cell(None if value is None else KeyFigure(name, value)) for value in values)
             for name, values in list_differences(runs)
         ]
-        shown = '<p class="about">The runs were configured alike.</p>'
+        differences = '<p class="about">The runs were configured alike.</p>'
         if rows:
             table = _render_table(f"<th>Setting</th>{_render_run_columns(runs)}", rows)
-            shown = f'<div class="card scroll">{table}</div>'
-        parts.append(f"<section><h2>Differences</h2>{shown}</section>")
+            differences = f'<div class="card scroll">{table}</div>'
+        parts.append(f"<section><h2>Differences</h2>{differences}</section>")
     for index, run in enumerate(runs):
         name = f"{render_swatch(index)}{escape(run.label)}" if len(runs) > 1 else "Run"
         lists = [
