@@ -184,7 +184,7 @@ class Never:
 @pytest.mark.parametrize("raises", [True, False])
 def test_interrupted_loop_does_not_wait_for_a_device_that_never_answers(monkeypatch, raises):
     monkeypatch.setattr(progress, "Readback", Never)
-    monkeypatch.setattr(progress, "_BROKEN_OFF", 0.05)
+    monkeypatch.setattr(progress, "_INTERRUPTED_TIMEOUT", 0.05)
     out = io.StringIO()
 
     def loop():

@@ -195,7 +195,8 @@ def _make_memory_panels(line_builder: "_LineBuilder", names: Sequence[str]) -> I
     ordered = sorted(phases, key=lambda phase: (_PHASES.index(phase) if phase in _PHASES else len(_PHASES), phase))
     # The peak is last, so that it is drawn over the phase in which it was reached.
     all_labels = {"memory": "in use", **{f"memory/{phase}": phase for phase in ordered}, "memory_peak": "peak"}
-    labels = {name: label for name, label in all_labels.items() if name in names}
+    logged_names = set(names)  # there can be very many
+    labels = {name: label for name, label in all_labels.items() if name in logged_names}
     if len(line_builder.runs) == 1:
         if labels:
             title = "Memory by phase" if ordered else "Memory"
