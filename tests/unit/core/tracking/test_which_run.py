@@ -202,7 +202,7 @@ def test_unfinished_run_is_flushed_at_exit(monkeypatch):
     own = OwnTracker()
     accelerator = build_accelerator(own)
     accelerator.init_trackers("p")
-    accelerator._recorder._at_exit()
+    accelerator._recorder._exit_finalizer()
     assert own.calls[-1] == ("flush",)
     accelerator.end_trackers()
-    assert not accelerator._recorder._at_exit.alive
+    assert not accelerator._recorder._exit_finalizer.alive

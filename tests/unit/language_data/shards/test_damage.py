@@ -182,5 +182,5 @@ def test_damaged_compressed_batch_of_arrow_is_an_error_or_left_out(tmp_path: Pat
 
 @pytest.mark.parametrize("encoding", ["ndarray:foo", "ndarray:int32:x"])
 def test_unknown_array_of_mds_is_an_error(encoding: str) -> None:
-    with pytest.raises(DataError, match=rf"column 'x' has the encoding '{encoding}', which is no array"):
+    with pytest.raises(DataError, match=rf"column 'x' has the encoding '{encoding}', which is not an array"):
         find_decoder(encoding, "a.mds: column 'x'")
