@@ -695,13 +695,14 @@ class StreamFeed:
         """Sample order of a pass that does not continue a saved one."""
         num_workers = max(1, self.user_loader.num_workers)
         if self._configured_shards is not None:
-            size = self._configured_split.samples_per_step or 1
-            return StreamReadOrder(self._configured_shards.count, num_workers, size)
+            # The split of a rank with its own shards covers only this rank's samples.
+            samples_per_rank = self._configured_split.samples_per_step or 1
+            return StreamReadOrder(self._configured_shards.count, num_workers, samples_per_turn=samples_per_rank)
         if num_workers == 1:
-            return StreamReadOrder(1, 1, 1)
-        size = self._collate.split.samples_per_step or 1
-        num_ranks = self._split_by_batch_size.num_ranks if self._worker_reads_one_rank else 1
-        return StreamReadOrder(1, num_workers, size // num_ranks)
+            return StreamReadOrder(num_shard_readers=1, num_workers=1, samples_per_turn=1)
+        samples_per_step = self._collate.split.samples_per_step or 1
+        num_turns = self._split_by_batch_size.num_ranks if self._worker_reads_one_rank else 1
+        return StreamReadOrder(1, num_workers, samples_per_turn=samples_per_step // num_turns)
 
     def _iterate_steps(self) -> Iterator[tuple[CollatedStep, bool]]:
         """Return an iterator over pairs of (collated step, whether it is the last one)."""
