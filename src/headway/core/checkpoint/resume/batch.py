@@ -108,7 +108,12 @@ class GlobalBatch:
 
     def list_requested_sizes(self) -> list[int | None]:
         """Return, for each loader, the number of samples per update that the script requests, or None if it varies."""
-        return [None if each.configured_samples_per_step is None else each.configured_samples_per_step * self._requested_steps for each in self._loaders]
+        return [
+            None
+            if each.configured_samples_per_step is None
+            else each.configured_samples_per_step * self._requested_steps
+            for each in self._loaders
+        ]
 
     def list_sizes(self) -> list[int | None]:
         """Return, for each loader, the number of samples per update that is used, or None if it varies."""
@@ -121,7 +126,11 @@ class GlobalBatch:
             elif requested := _find_requested_window(loader, num_steps):
                 sizes.append(requested)
             else:
-                sizes.append(None if loader.configured_samples_per_step is None else loader.configured_samples_per_step * num_steps)
+                sizes.append(
+                    None
+                    if loader.configured_samples_per_step is None
+                    else loader.configured_samples_per_step * num_steps
+                )
         return sizes
 
     def _list_trained(self) -> list[int]:

@@ -75,7 +75,9 @@ class LoopProgress:
             passes=self.passes,
             schedules=objects.preparation.schedulers,
         )
-        self._events.is_registered_for_checkpointing = lambda dataset: any(dataset is each for each in objects.run.custom)
+        self._events.is_registered_for_checkpointing = lambda dataset: any(
+            dataset is each for each in objects.run.custom
+        )
         self._events.prepare_hooks.append(self._restore_later_loader)
         self._events.before_fetch_hooks.append(self._before_fetch)
 

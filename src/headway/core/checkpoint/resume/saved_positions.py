@@ -10,7 +10,7 @@ import torch
 
 from headway.core.checkpoint.format.typed_reader import LARGEST, TypedReader
 from headway.core.data.sampling.own_generators import is_generator_text
-from headway.core.data.sampling.rng import complete_state_text, is_rng_states_text
+from headway.core.data.sampling.rng import complete_states_text, is_rng_states_text
 from headway.core.runtime.device import Hardware
 
 _SOURCE_COUNTS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, LARGEST), ("round_size", 1, LARGEST))
@@ -73,7 +73,7 @@ def _check_states(source: TypedReader, hardware: Hardware) -> None:
         for line in each.read_items():
             generator, number, text = line.read_items(3)  # generator: 0 for torch, 1 for Python, 2 for NumPy
             number.read_integer(-1, LARGEST)
-            if not is_rng_states_text(complete_state_text(text.read_text(), generator.read_integer(0, 2))):
+            if not is_rng_states_text(complete_states_text(text.read_text(), generator.read_integer(0, 2))):
                 text.raise_error("the state of a generator")
 
 
