@@ -21,7 +21,9 @@ def allow_stalls(loader: PreparedLoader, events: LoaderEvents) -> None:
         loader: Prepared loader.
         events: Callbacks and registry of the run's loaders.
     """
-    is_registered = any(isinstance(getattr(callback, "__self__", None), StallWatch) for callback in events.before_fetch_hooks)
+    is_registered = any(
+        isinstance(getattr(callback, "__self__", None), StallWatch) for callback in events.before_fetch_hooks
+    )
     if loader.stall_limit and not is_registered:
         watch = StallWatch()
         events.before_fetch_hooks.append(watch.begin_wait)
