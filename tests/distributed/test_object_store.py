@@ -231,7 +231,7 @@ def test_lock_of_a_silent_machine_is_taken_over(proxy, port, monkeypatch):
     monkeypatch.setattr(lock, "_get_machine_id", lambda: "this one")
     with pytest.raises(CheckpointError, match=r"run first .* Two runs in one folder"):
         ObjectLock(folder, "second", "2")
-    first._over.set()  # simulates that the first machine died
+    first._end.set()  # simulates that the first machine died
     time.sleep(0.5)
     second = ObjectLock(folder, "second", "2")
     second.check()
