@@ -8,7 +8,7 @@ from headway.core import extensions
 from headway.errors import ConfigError
 from scripts.core import count_lines, find_closure, find_leaks, find_modules, is_extension, read_registry
 
-MAX_LINES = 28_000
+MAX_LINES = 29_000
 """Maximum number of code lines in all core modules that `import headway.accelerator` can reach."""
 
 
