@@ -8,7 +8,7 @@ from typing import Any
 from headway.errors import HeadwayError
 from headway.verify.escapes import select_escaped_files
 from headway.verify.proofs import PROOFS
-from headway.verify.runs import LaunchCommand
+from headway.verify.runs import ScriptCommand
 from headway.verify.session import VerifyOptions, VerifySession
 from headway.verify.table import format_error_json, format_json, format_summary, format_table
 from headway.verify.verdict import Verdict, shorten_paths
@@ -58,7 +58,7 @@ def read_options(arguments: dict[str, Any]) -> VerifyOptions:
     """Return the options of a verification, made from the parsed JSON that the command line passes."""
     return VerifyOptions(
         commands={
-            name: LaunchCommand(
+            name: ScriptCommand(
                 argv=tuple(command["argv"]),
                 variables=command["variables"],
                 program=tuple(command["program"]),

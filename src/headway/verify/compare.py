@@ -232,7 +232,7 @@ class RunDifference:
         return self.parameters[0] if self.parameters else ""
 
 
-class RunComparison(NamedTuple):
+class UpdateComparison(NamedTuple):
     """Result of comparing the updates of two runs.
 
     Attributes:
@@ -248,7 +248,7 @@ class RunComparison(NamedTuple):
 
 def find_first_difference(
     reference: RunRecord, other: RunRecord, reordered: RunRecord | None, first_update: int = 1
-) -> RunComparison:
+) -> UpdateComparison:
     """Compare the updates of two runs, up to the first difference that exceeds the tolerance.
 
     Args:
@@ -268,8 +268,8 @@ def find_first_difference(
         largest = max(largest, difference.gradient, difference.movement)
         exceeding = _find_exceeding(difference, tolerance)
         if exceeding is not None:
-            return RunComparison(exceeding, num_updates, largest)
-    return RunComparison(None, num_updates, largest)
+            return UpdateComparison(exceeding, num_updates, largest)
+    return UpdateComparison(None, num_updates, largest)
 
 
 def _find_exceeding(difference: Difference, tolerance: Tolerance) -> RunDifference | None:

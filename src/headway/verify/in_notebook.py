@@ -24,7 +24,7 @@ from headway.launch import machine
 from headway.launch.plan import Program, make_plan
 from headway.verify.command import choose_code
 from headway.verify.proofs import PROOFS
-from headway.verify.runs import LaunchCommand
+from headway.verify.runs import ScriptCommand
 from headway.verify.session import VerifyOptions, VerifySession
 from headway.verify.table import format_summary, format_table
 from headway.verify.verdict import Verdict, shorten_paths
@@ -122,12 +122,12 @@ def verify_function(
         # The processes must find the modules of the function.
         paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
 
-        def make_command(count: int, layout: str | None = None) -> LaunchCommand:
+        def make_command(count: int, layout: str | None = None) -> ScriptCommand:
             values = {"num_processes": count, "cpu": is_on_cpu or None, "strategy": layout, "module": True}
             settings = {name: _check_setting(name, value) for name, value in values.items() if value is not None}
             planned = make_plan(merge_layers([settings]), program, this_machine, {**environment, "PYTHONPATH": paths})
             variables = {**planned.additions, "PYTHONPATH": paths}
-            return LaunchCommand(planned.argv, variables, (program.kind, program.target, *program.args), count)
+            return ScriptCommand(planned.argv, variables, (program.kind, program.target, *program.args), count)
 
         commands = {"one": make_command(1), "several": make_command(num_processes)}
         if strategy:

@@ -9,7 +9,7 @@ from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.core.training.run import Run
 from headway.verify.calls import ModelNames
 from headway.verify.fingerprints import hash_tensor, sample_values
-from headway.verify.record_types import OptimizerEntry
+from headway.verify.record_types import OptimizerFacts
 from headway.verify.sharded_tensors import gather_full_tensor, get_address
 from headway.verify.sources import get_source_watch
 
@@ -143,7 +143,7 @@ class PreparedModels(ModelNames):
         }
         return [name for name, parameter in self.list_tensors("named_parameters") if id(parameter) in optimized]
 
-    def describe_optimizers(self) -> list[OptimizerEntry]:
+    def describe_optimizers(self) -> list[OptimizerFacts]:
         """Return the type of each prepared optimizer, and the script line that created it."""
         return [
             {"type": type(each.optimizer).__name__, "line": get_source_watch().get_creation_line(each.optimizer)}

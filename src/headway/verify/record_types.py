@@ -149,7 +149,7 @@ class LoaderEntry(TypedDict):
 
 
 @final
-class OptimizerEntry(TypedDict):
+class OptimizerFacts(TypedDict):
     """Prepared optimizer.
 
     Attributes:
@@ -325,7 +325,7 @@ class RunFacts(SourceFacts, total=False):
     initial_hashes: dict[str, str]
     batch_norms: list[str]
     num_dropout_rates: int
-    optimizers: list[OptimizerEntry]
+    optimizers: list[OptimizerFacts]
     lost_optimizer_state: bool
     scheduler_metrics: list[MetricEntry]
 

@@ -48,7 +48,7 @@ class VerifyError(HeadwayError):
 
 
 @dataclass(frozen=True)
-class LaunchCommand:
+class ScriptCommand:
     """Command with which `headway launch` would start the user's script on a number of processes.
 
     Attributes:
@@ -63,7 +63,7 @@ class LaunchCommand:
     program: tuple[str, ...]
     num_processes: int
 
-    def add_arguments(self, args: tuple[str, ...]) -> "LaunchCommand":
+    def add_arguments(self, args: tuple[str, ...]) -> "ScriptCommand":
         """Return the command with arguments appended to those of the script."""
         if not args:
             return self
@@ -79,7 +79,7 @@ class LaunchCommand:
         return replace(self, argv=tuple(argv), program=(*self.program, *args))
 
 
-def make_environment(command: LaunchCommand, request: RunRequest, num_threads: int) -> dict[str, str]:
+def make_environment(command: ScriptCommand, request: RunRequest, num_threads: int) -> dict[str, str]:
     """Return the environment variables of a run.
 
     Args:
@@ -226,7 +226,7 @@ class RunningScript:
     """
 
     def __init__(
-        self, command: LaunchCommand, request: RunRequest, time_limit: float, server: ForkServer | None
+        self, command: ScriptCommand, request: RunRequest, time_limit: float, server: ForkServer | None
     ) -> None:
         self._command = command
         self._request = request

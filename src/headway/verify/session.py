@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headway.verify.records import RunRecord
 from headway.verify.request import RunRequest
-from headway.verify.runs import ForkServer, LaunchCommand, RunningScript, VerifyError
+from headway.verify.runs import ForkServer, RunningScript, ScriptCommand, VerifyError
 from headway.verify.stacks import describe_stuck, read_stacks
 from headway.verify.verdict import RunSet, describe_failure, describe_load
 
@@ -49,7 +49,7 @@ class VerifyOptions:
         resume_args: Arguments that are added to those of the script when it is started again after a kill.
     """
 
-    commands: dict[str, LaunchCommand]
+    commands: dict[str, ScriptCommand]
     is_forked: bool
     num_processes: int
     layout_name: str
@@ -271,7 +271,7 @@ class VerifySession:
         key = command or ("one" if num_processes == 1 else "several")
         return self._pool.submit(self._make_run, request, self._options.commands[key].add_arguments(args))
 
-    def _make_run(self, request: RunRequest, command: LaunchCommand) -> RunRecord:
+    def _make_run(self, request: RunRequest, command: ScriptCommand) -> RunRecord:
         """Wait until enough CPU cores are free, run the script, and return the record of the run.
 
         A run needs one core per process, or all cores if there are fewer.
@@ -288,7 +288,7 @@ class VerifySession:
                 self._num_free_cores += num_cores
                 self._changed.notify_all()
 
-    def _launch_processes(self, command: LaunchCommand, request: RunRequest) -> RunningScript:
+    def _launch_processes(self, command: ScriptCommand, request: RunRequest) -> RunningScript:
         """Start the processes of a run. If the session ends meanwhile, end them at once.
 
         Raises:

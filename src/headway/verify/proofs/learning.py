@@ -8,7 +8,7 @@ import math
 
 from headway.common.text import join_names
 from headway.verify.proofs.rank_causes import find_diverged_replica
-from headway.verify.record_types import OptimizerEntry, RunFacts
+from headway.verify.record_types import OptimizerFacts, RunFacts
 from headway.verify.records import RunRecord, UpdateRecord
 from headway.verify.verdict import RunSet, Verdict
 
@@ -331,7 +331,7 @@ def _describe_write_line(name: str, updates: list[UpdateRecord]) -> str:
     return f" at {lines[0]}" if lines else ""
 
 
-def _describe_lines(optimizers: list[OptimizerEntry]) -> str:
+def _describe_lines(optimizers: list[OptimizerFacts]) -> str:
     """Return where the prepared optimizers were created, as a phrase in parentheses; "" if unknown."""
     lines = [f"{each['type']} at {each['line']}" for each in optimizers if each["line"]]
     return f" ({join_names(lines, 3)})" if lines else ""
