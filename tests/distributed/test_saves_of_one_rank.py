@@ -466,7 +466,9 @@ def call_forty_times():
         found.append(attendance._make_key(str(attendance._progress)))
     accelerator.wait_for_everyone()
     names = (str(accelerator.process_index), "count", "gone")
-    return [any(current().has_key(f"{key}/{name}") for name in names) for key in found]
+    kept = [any(current().has_key(f"{key}/{name}") for name in names) for key in found]
+    accelerator.wait_for_everyone()  # rank 0 hosts the store, so it must not end before rank 1 has looked
+    return kept
 
 
 def test_old_calls_leave_no_keys_in_the_store():
