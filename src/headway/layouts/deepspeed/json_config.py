@@ -24,7 +24,8 @@ class HfDeepSpeedConfig:
         config: JSON as a dict.
 
     Raises:
-        ConfigError: If the argument has another type, or the JSON is not an object.
+        ConfigError: If the argument has another type. Also if a string is neither the path of a file, nor JSON, nor
+            base64 of JSON; if the file is not JSON; or if the JSON is not an object.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -112,28 +113,42 @@ class HfDeepSpeedConfig:
         return any(self.get_value(f"zero_optimization.{kind}.device") in ("cpu", "nvme") for kind in kinds)
 
 
-def _read_config(given: Any) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return deepcopy(dict(given))
-    if isinstance(getattr(given, "config", None), Mapping):
-        return deepcopy(dict(given.config))
-    if not isinstance(given, str | Path):
+def _read_config(config: Any) -> dict[str, Any]:
+    """Return a copy of DeepSpeed's configuration as a dict.
+
+    Args:
+        config: A dict, an object with such a dict as its attribute `config`, a path, JSON text or its base64 encoding.
+    """
+    if isinstance(config, Mapping):
+        return deepcopy(dict(config))
+    if isinstance(getattr(config, "config", None), Mapping):
+        return deepcopy(dict(config.config))
+    if not isinstance(config, str | Path):
         raise ConfigError(
-            f"hf_ds_config is a {type(given).__name__}; give a dict, the path of a JSON file, or an HfDeepSpeedConfig"
+            f"hf_ds_config is a {type(config).__name__}; give a dict, the path of a JSON file, or an HfDeepSpeedConfig"
         )
-    text, source = str(given), "hf_ds_config"
+    text, source = str(config), "hf_ds_config"
     try:
-        if Path(given).is_file():
-            text, source = Path(given).read_text(encoding="utf-8"), str(given)
+        if Path(config).is_file():
+            text, source = Path(config).read_text(encoding="utf-8"), str(config)
     except (OSError, ValueError):  # JSON text, too long for a path
         pass
-    made = _parse_config(text, source)
-    if not isinstance(made, dict):
-        raise ConfigError(f"{source} holds a {type(made).__name__}; DeepSpeed's configuration is a JSON object")
-    return made
+    parsed = _parse_config(text, source)
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{source} holds a {type(parsed).__name__}; DeepSpeed's configuration is a JSON object")
+    return parsed
 
 
 def _parse_config(text: str, source: str) -> Any:
+    """Parse JSON text, or base64 of JSON text if it does not come from a file.
+
+    Args:
+        text: Text of a file, or the string that was given instead of a path.
+        source: Path of the file, or "hf_ds_config" if `text` is the given string. For error messages.
+
+    Raises:
+        ConfigError: If the text is not in an allowed format.
+    """
     try:
         return parse_json(text)
     except ValueError as error:

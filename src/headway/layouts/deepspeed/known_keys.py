@@ -18,7 +18,7 @@ TOP_LEVEL = frozenset(
 )
 """Top-level keys that DeepSpeed accepts in its JSON."""
 
-_MODELS = {
+_CLASSES = {
     "activation_checkpointing": None,
     "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
     "comms_logger": "deepspeed.comm.config:CommsConfig",
@@ -31,7 +31,7 @@ _MODELS = {
     "zero_optimization": "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
 }
 """DeepSpeed's class that defines the keys of each section, as "module:class". None: the section accepts any key."""
-_PLAIN = {
+_KEYS_WITHOUT_CLASS = {
     "data_types": ["buffer_dtype", "grad_accum_dtype", "keep_in_fp32_modules", "param_dtype"],
     "optimizer": ["legacy_fusion", "params", "type"],
     "scheduler": ["params", "type"],
@@ -49,33 +49,35 @@ def find_known_keys(section: str) -> list[str] | None:
     Returns:
         The keys, or None if the section accepts any key or DeepSpeed has no list of them.
     """
-    if section in _PLAIN:
-        return _PLAIN[section]
-    first, *rest = section.split(".")
-    path = _MODELS.get(first)
+    if section in _KEYS_WITHOUT_CLASS:
+        return _KEYS_WITHOUT_CLASS[section]
+    top_section, *nested_sections = section.split(".")
+    path = _CLASSES.get(top_section)
     if path is None:
         return None
-    module, _, name = path.partition(":")
+    module, _, class_name = path.partition(":")
     try:
-        model: Any = getattr(importlib.import_module(module), name)
+        model: Any = getattr(importlib.import_module(module), class_name)
     except (ImportError, AttributeError):  # this version of DeepSpeed defines the class elsewhere
         return None
-    for part in rest:
-        model = _find_section(model, part)
+    for name in nested_sections:
+        model = _find_nested_class(model, name)
         if model is None:
             return None
-    return sorted({key for field, about in model.model_fields.items() for key in (field, about.alias) if key})
+    keys = {key for name, field in model.model_fields.items() for key in (name, field.alias)}
+    return sorted(keys - {None})
 
 
-def _find_section(model: Any, name: str) -> Any:
+def _find_nested_class(model: Any, section: str) -> Any:
     """Return DeepSpeed's class for a nested section, or None if DeepSpeed has no class for it.
 
     Args:
-        model: Class of the outer section.
-        name: Name of the nested section.
+        model: Class of the outer section, a pydantic model.
+        section: Name or alias of the outer section's field that holds the nested section.
     """
-    for known, about in model.model_fields.items():
-        if name in (known, about.alias):
-            kinds = (about.annotation, *get_args(about.annotation))
+    for name, field in model.model_fields.items():
+        if section in (name, field.alias):
+            # The annotation may be an Optional or another union that contains the class.
+            kinds = (field.annotation, *get_args(field.annotation))
             return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
     return None

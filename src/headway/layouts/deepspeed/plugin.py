@@ -106,13 +106,13 @@ class DeepSpeedPlugin:
         problems = []
         for field, key in _FIELDS.items():
             value = getattr(self, field)
-            there = config.get_value(key)
-            if value is None or value == AUTO or there == value:
+            json_value = config.get_value(key)
+            if value is None or value == AUTO or json_value == value:
                 continue
-            if there is None or there == AUTO:
+            if json_value is None or json_value == AUTO:
                 config.set_value(key, value)
             else:
-                problems.append(f"{field}={value!r}, but {key}={there!r} in the JSON")
+                problems.append(f"{field}={value!r}, but {key}={json_value!r} in the JSON")
         if problems:
             raise ConfigError(f"DeepSpeedPlugin contradicts itself: {'; '.join(problems)}; give each only once")
         if config.get_value("zero_optimization.stage") in (None, AUTO):
@@ -177,17 +177,28 @@ class DeepSpeedPlugin:
 
 
 def _check_offloads(plugin: DeepSpeedPlugin) -> None:
-    for what in ("optimizer", "param"):
-        device, path = getattr(plugin, f"offload_{what}_device"), getattr(plugin, f"offload_{what}_nvme_path")
+    """Check the plugin's offload devices, and replace the path "none", Accelerate's word for no path, with None.
+
+    Raises:
+        ConfigError: If a device is unknown, or if the device is "nvme" and its path is missing.
+    """
+    for target in ("optimizer", "param"):
+        device, path = getattr(plugin, f"offload_{target}_device"), getattr(plugin, f"offload_{target}_nvme_path")
         if device is not None and device not in OFFLOAD_DEVICES:
-            raise ConfigError(f"offload_{what}_device={device!r}; allowed: {', '.join(OFFLOAD_DEVICES)}")
+            raise ConfigError(f"offload_{target}_device={device!r}; allowed: {', '.join(OFFLOAD_DEVICES)}")
         if device == "nvme" and path in (None, "none"):
-            raise ConfigError(f"offload_{what}_device='nvme' needs offload_{what}_nvme_path")
+            raise ConfigError(f"offload_{target}_device='nvme' needs offload_{target}_nvme_path")
         if path == "none":
-            setattr(plugin, f"offload_{what}_nvme_path", None)
+            setattr(plugin, f"offload_{target}_nvme_path", None)
 
 
 def _check_stage(config: HfDeepSpeedConfig) -> int:
+    """Return the ZeRO stage that the JSON sets.
+
+    Raises:
+        UnsupportedError: If the stage is 0.
+        ConfigError: If the stage is not a ZeRO stage, or if parameters are offloaded below stage 3.
+    """
     stage = config.get_value("zero_optimization.stage")
     if stage == 0:
         raise UnsupportedError("ZeRO stage 0 shards nothing; leave the plugin out to train replicas with DDP")
@@ -198,64 +209,90 @@ def _check_stage(config: HfDeepSpeedConfig) -> int:
     return int(stage)
 
 
-def choose_plugin(strategy: str, given: Any, origin: str) -> DeepSpeedPlugin | None:
-    """Return the plugin for the script's and the launcher's DeepSpeed settings, or None if DeepSpeed is not requested.
+def choose_plugin(strategy: str, script_plugin: Any, origin: str) -> DeepSpeedPlugin | None:
+    """Return the plugin with the DeepSpeed settings that apply to this run, or None if DeepSpeed is not requested.
+
+    The script's plugin is used as it is: settings from configuration files and environment variables are not merged
+    into it. They apply only if the script gives no plugin. DeepSpeed options on the command line contradict a script's
+    plugin. They raise an error, or, with `--force`, replace the whole plugin.
 
     Args:
         strategy: Requested strategy. "ddp" if none was requested.
-        given: `deepspeed_plugin` or `deepspeed_plugins` of the Accelerator.
+        script_plugin: `deepspeed_plugin` or `deepspeed_plugins` of the Accelerator. None: the script gives no plugin.
         origin: File and line of the script, for error messages.
 
     Raises:
-        ConfigError: If the plugin is invalid, or the command line contradicts it.
-        UnsupportedError: If several plugins are given.
+        ConfigError: If the script's argument is not a `DeepSpeedPlugin`. Also if the plugin contradicts the strategy,
+            its ZeRO stage or the command line, or if the launcher's settings are invalid.
+        UnsupportedError: If several plugins are given, or the launcher's settings request an unsupported feature.
     """
-    for name in DEEPSPEED_SETTINGS if given is not None else ():
-        # With --force, options of the command line replace those of the script.
-        _, by = resolve_run_setting(name, given, None, code_origin=f"deepspeed_plugin of {origin}")
-        given = given if by.startswith("code") else None
-    return match_plugin(strategy, given, read_launched_settings())
+    if script_plugin is not None and _is_overridden(script_plugin, origin):
+        script_plugin = None
+    return match_plugin(strategy, script_plugin, read_launched_settings())
+
+
+def _is_overridden(script_plugin: Any, origin: str) -> bool:
+    """Whether a DeepSpeed option on the command line replaces the script's plugin. This needs `--force`.
+
+    Raises:
+        ConfigError: If the command line has such an option, but not `--force`.
+    """
+    for name in DEEPSPEED_SETTINGS:
+        # A plugin never equals an option's value, so each option on the command line counts as a contradiction.
+        _, value_origin = resolve_run_setting(name, script_plugin, None, code_origin=f"deepspeed_plugin of {origin}")
+        if not value_origin.startswith("code"):
+            return True
+    return False
 
 
 def read_launched_settings() -> dict[str, Any]:
-    """Return DeepSpeed settings from the launcher or the environment, as fields of `DeepSpeedPlugin`.
+    """Return the DeepSpeed settings from the launcher or the environment, by field of `DeepSpeedPlugin`.
 
-    The dict is empty if there are none.
+    Settings without a value are left out.
     """
-    told = {name: resolve_run_setting(name, UNSET, None)[0] for name in DEEPSPEED_SETTINGS}
-    found = {name: value for name, value in told.items() if value is not None}
-    if "deepspeed_config_file" in found:
-        found["hf_ds_config"] = found.pop("deepspeed_config_file")
-    return found
+    settings = {}
+    for name in DEEPSPEED_SETTINGS:
+        value, _ = resolve_run_setting(name, UNSET, None)
+        if value is not None:
+            settings["hf_ds_config" if name == "deepspeed_config_file" else name] = value
+    return settings
 
 
-def match_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None = None) -> DeepSpeedPlugin | None:
-    """Return the DeepSpeed plugin that the Accelerator's arguments imply, or None if DeepSpeed is not requested.
+def match_plugin(
+    strategy: str, script_plugin: Any, launched_settings: Mapping[str, Any] | None = None
+) -> DeepSpeedPlugin | None:
+    """Return the DeepSpeed plugin for the requested strategy, or None if DeepSpeed is not requested.
+
+    DeepSpeed is requested by a plugin, or by a strategy such as "deepspeed" or "zero3".
 
     Args:
         strategy: Requested strategy. "ddp" if none was requested.
-        given: `deepspeed_plugin` or `deepspeed_plugins` of the Accelerator.
-        launched: The launcher's settings by field, used if the script gives no plugin. Default: None.
+        script_plugin: `deepspeed_plugin` or `deepspeed_plugins` of the Accelerator: a plugin, a dict with one plugin,
+            or None.
+        launched_settings: Fields of the plugin to create if the strategy requests DeepSpeed and the script gives no
+            plugin. Default: None, no fields but the strategy's ZeRO stage.
 
     Raises:
-        ConfigError: If the argument is not a plugin, or contradicts the strategy or its ZeRO stage.
-        UnsupportedError: If several plugins are given.
+        ConfigError: If the script's argument is not a plugin, or contradicts the strategy or its ZeRO stage. Also if
+            the launched settings are invalid.
+        UnsupportedError: If several plugins are given, or the launched settings request an unsupported feature.
     """
-    if isinstance(given, Mapping):
-        if len(given) != 1:
+    plugin = script_plugin
+    if isinstance(script_plugin, Mapping):
+        if len(script_plugin) != 1:
             raise UnsupportedError("several DeepSpeed plugins are not supported; give one plugin")
-        given = next(iter(given.values()))
+        plugin = next(iter(script_plugin.values()))
     name = strategy.strip().lower()
-    is_asked = name in ENGINES
-    stage = int(name.removeprefix("zero")) if is_asked and name.startswith("zero") else None
-    if given is None:
-        return DeepSpeedPlugin(**{"zero_stage": stage, **(launched or {})}) if is_asked else None
-    if not isinstance(given, DeepSpeedPlugin):
-        raise ConfigError(f"deepspeed_plugin is a {type(given).__name__}; give a headway.DeepSpeedPlugin")
-    if not is_asked and name != "ddp":
+    is_requested = name in ENGINES
+    stage = int(name.removeprefix("zero")) if is_requested and name.startswith("zero") else None
+    if plugin is None:
+        return DeepSpeedPlugin(**{"zero_stage": stage, **(launched_settings or {})}) if is_requested else None
+    if not isinstance(plugin, DeepSpeedPlugin):
+        raise ConfigError(f"deepspeed_plugin is a {type(plugin).__name__}; give a headway.DeepSpeedPlugin")
+    if not is_requested and name != "ddp":
         raise ConfigError(f"deepspeed_plugin and strategy={strategy!r} ask for different engines; give one")
-    if stage is not None and stage != given.zero_stage:
+    if stage is not None and stage != plugin.zero_stage:
         raise ConfigError(
-            f"strategy={strategy!r}, but the DeepSpeed plugin has zero_stage={given.zero_stage}; give one"
+            f"strategy={strategy!r}, but the DeepSpeed plugin has zero_stage={plugin.zero_stage}; give one"
         )
-    return given
+    return plugin

@@ -12,7 +12,7 @@ from headway.layouts.deepspeed.placeholders import DummyOptim, DummyScheduler
 
 _OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 """Names of the torch optimizers that DeepSpeed's JSON may define."""
-_OWN_SETTINGS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
+_DEEPSPEED_SETTINGS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
 """Settings that DeepSpeed's optimizer classes have, but torch's optimizer classes do not have."""
 
 
@@ -23,18 +23,21 @@ class StandIns:
         config: JSON configuration of DeepSpeed.
 
     Attributes:
-        optimizer: Values for "auto" settings of the JSON's optimizer, by name. Empty until the optimizer is created.
-        scheduler: Values for "auto" settings of the JSON's scheduler, by name. Empty until that scheduler is created.
+        optimizer_values: Values for "auto" settings of the JSON's optimizer, by name. Empty until the optimizer is
+            created.
+        scheduler_values: Values for "auto" settings of the JSON's scheduler, by name. Empty until that scheduler is
+            created.
     """
 
     def __init__(self, config: HfDeepSpeedConfig) -> None:
         self._config = config
-        self._made: dict[int, tuple[Any, Any]] = {}
-        self.optimizer: dict[str, Any] = {}
-        self.scheduler: dict[str, Any] = {}
+        # By the placeholder's id. The placeholder is kept, too, so that no other object gets its id.
+        self._replacements: dict[int, tuple[Placeholder, Any]] = {}
+        self.optimizer_values: dict[str, Any] = {}
+        self.scheduler_values: dict[str, Any] = {}
 
-    def find_real(self, placeholder: Placeholder, share: int) -> Any:
-        """Return the optimizer or scheduler that replaces a placeholder. Repeated calls return the same object.
+    def get_replacement(self, placeholder: Placeholder, share: int) -> Any:
+        """Return the optimizer or scheduler that replaces a placeholder. It is created by the first call.
 
         Args:
             placeholder: Placeholder that the script has prepared.
@@ -46,45 +49,63 @@ class StandIns:
             UnsupportedError: If the JSON's optimizer is not one of torch's that are supported.
             PrepareError: If a scheduler's `DummyOptim` is not prepared.
         """
-        known = self._made.get(id(placeholder))
-        if known is None:
+        if id(placeholder) not in self._replacements:
+            replacement: Any
             if isinstance(placeholder, DummyOptim):
-                real = self._create_optimizer(placeholder)
+                replacement = self._create_optimizer(placeholder)
             else:
                 assert isinstance(placeholder, DummyScheduler)
-                real = self._create_scheduler(placeholder, share)
-            # The placeholder is kept with the real object, so that no other object gets the placeholder's id.
-            known = placeholder, real
-            self._made[id(placeholder)] = known
-        return known[1]
+                replacement = self._create_scheduler(placeholder, share)
+            self._replacements[id(placeholder)] = placeholder, replacement
+        _, replacement = self._replacements[id(placeholder)]
+        return replacement
 
     def _create_optimizer(self, dummy: DummyOptim) -> torch.optim.Optimizer:
+        """Return torch's optimizer of the JSON's type, with the JSON's settings.
+
+        Args:
+            dummy: Placeholder with the parameters and the values for "auto".
+
+        Raises:
+            ConfigError: If the JSON has no optimizer, or settings that do not fit its class.
+            UnsupportedError: If the type is not supported.
+        """
         kind = self._config.get_value("optimizer.type")
         if kind is None:
             raise ConfigError(
                 "DummyOptim is a placeholder for the optimizer in DeepSpeed's JSON, which has none; give a real optimizer"
             )
-        known = {name.lower(): name for name in _OPTIMIZERS}
-        name = known.get(str(kind).lower())
+        names = {name.lower(): name for name in _OPTIMIZERS}  # DeepSpeed ignores upper and lower case
+        name = names.get(str(kind).lower())
         if name is None:
             raise UnsupportedError(
                 f"optimizer.type={kind!r} in DeepSpeed's JSON; allowed: {', '.join(_OPTIMIZERS)}. Or create the optimizer yourself"
             )
-        self.optimizer = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
-        params = _fill_in(self._config.get_value("optimizer.params") or {}, self.optimizer)
+        self.optimizer_values = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
+        params = _replace_auto(self._config.get_value("optimizer.params") or {}, self.optimizer_values)
         # DeepSpeed's Adam uses AdamW's weight decay unless `adam_w_mode` is false.
         if name == "Adam" and params.get("adam_w_mode", True):
             name = "AdamW"
-        kept = {key: value for key, value in params.items() if key not in _OWN_SETTINGS}
-        if isinstance(kept.get("betas"), list):
-            kept["betas"] = tuple(kept["betas"])
+        settings = {key: value for key, value in params.items() if key not in _DEEPSPEED_SETTINGS}
+        if isinstance(settings.get("betas"), list):
+            settings["betas"] = tuple(settings["betas"])
         try:
-            made: torch.optim.Optimizer = getattr(torch.optim, name)(dummy.params, **kept)
+            optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(dummy.params, **settings)
         except TypeError as error:
             raise ConfigError(f"optimizer.params in DeepSpeed's JSON do not fit {name}: {error}") from None
-        return made
+        return optimizer
 
     def _create_scheduler(self, dummy: DummyScheduler, share: int) -> Any:
+        """Return the scheduler that the placeholder's function creates, or DeepSpeed's of the type in the JSON.
+
+        Args:
+            dummy: Placeholder with the optimizer and the values for "auto".
+            share: Number of processes, which divides `total_num_steps`.
+
+        Raises:
+            ConfigError: If there is no function, and the JSON has no scheduler or an unknown type.
+            PrepareError: If the placeholder refers to a `DummyOptim` that is not prepared.
+        """
         from deepspeed.runtime import lr_schedules
 
         optimizer = self._find_optimizer(dummy)
@@ -97,15 +118,15 @@ class StandIns:
             )
         if kind not in lr_schedules.VALID_LR_SCHEDULES:
             raise ConfigError(f"scheduler.type={kind!r}; DeepSpeed has {', '.join(lr_schedules.VALID_LR_SCHEDULES)}")
-        self.scheduler = {
+        self.scheduler_values = {
             "warmup_min_lr": 0,
             "warmup_max_lr": optimizer.param_groups[0]["lr"],
             "warmup_num_steps": max(1, dummy.warmup_num_steps),
             **dummy.kwargs,
         }
         if dummy.total_num_steps is not None:
-            self.scheduler["total_num_steps"] = math.ceil(dummy.total_num_steps / share)
-        params = _fill_in(self._config.get_value("scheduler.params") or {}, self.scheduler)
+            self.scheduler_values["total_num_steps"] = math.ceil(dummy.total_num_steps / share)
+        params = _replace_auto(self._config.get_value("scheduler.params") or {}, self.scheduler_values)
         return getattr(lr_schedules, kind)(optimizer, **params)
 
     def _find_optimizer(self, dummy: DummyScheduler) -> torch.optim.Optimizer:
@@ -114,23 +135,28 @@ class StandIns:
         Raises:
             PrepareError: If the `DummyOptim` has not been prepared.
         """
-        bound = dummy.optimizer
-        if isinstance(bound, DummyOptim):
-            if id(bound) not in self._made:
+        if isinstance(dummy.optimizer, DummyOptim):
+            if id(dummy.optimizer) not in self._replacements:
                 raise PrepareError("DummyScheduler's optimizer is not prepared; prepare both in one call")
-            return self._made[id(bound)][1]  # type: ignore[no-any-return]
-        made: torch.optim.Optimizer = getattr(bound, "optimizer", bound)
-        return made
+            _, replacement = self._replacements[id(dummy.optimizer)]
+            return replacement  # type: ignore[no-any-return]
+        # A prepared optimizer wraps the optimizer that the scheduler needs.
+        optimizer: torch.optim.Optimizer = getattr(dummy.optimizer, "optimizer", dummy.optimizer)
+        return optimizer
 
 
-def _fill_in(params: dict[str, Any], answers: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with each "auto" replaced by a given value.
+def _replace_auto(params: dict[str, Any], auto_values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with each "auto" replaced by its value.
 
     If there is no value for an "auto", the setting is removed, so that the default of the class applies.
 
     Args:
         params: Settings from the JSON.
-        answers: Values for "auto", by name.
+        auto_values: Values for "auto", by name.
     """
-    filled = {key: answers.get(key, AUTO) if value == AUTO else value for key, value in params.items()}
-    return {key: value for key, value in filled.items() if value != AUTO}
+    settings = {}
+    for key, value in params.items():
+        resolved = auto_values.get(key, AUTO) if value == AUTO else value
+        if resolved != AUTO:
+            settings[key] = resolved
+    return settings

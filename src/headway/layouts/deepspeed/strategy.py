@@ -65,7 +65,8 @@ class DeepSpeedStrategy(Strategy):
         options: Options from `kwargs_handlers`. Those of the fp16 gradient scaler are written into the JSON.
 
     Attributes:
-        account: DeepSpeed's completed JSON, and how each key was handled. None before `prepare()` gets the optimizer.
+        config_report: DeepSpeed's completed JSON, and how each key was handled. None before `prepare()` gets the
+            optimizer.
 
     Raises:
         OptionalDependencyMissing: If DeepSpeed is not installed.
@@ -88,7 +89,7 @@ class DeepSpeedStrategy(Strategy):
         super().__init__(collectives)
         require("deepspeed", "strategy='deepspeed' needs", "deepspeed")
         self.gradient_divisor = collectives.world_size
-        self.account: DeepSpeedConfigReport | None = None
+        self.config_report: DeepSpeedConfigReport | None = None
         self._stage = int(plugin.zero_stage or 0)
         if self._stage == 3:
             self.capabilities = replace(self.capabilities, copies=False)
@@ -96,7 +97,7 @@ class DeepSpeedStrategy(Strategy):
         self._options = options
         self._stand_ins = StandIns(plugin.hf_ds_config)
         self._model: torch.nn.Module | None = None
-        self._zero: ZeroEngine | None = None
+        self._zero_engine: ZeroEngine | None = None
         self._partitioned: PartitionedOptimizer | None = None
         self._state: ZeroState | None = None
 
@@ -139,43 +140,49 @@ class DeepSpeedStrategy(Strategy):
 
         Raises:
             UnsupportedError: If there are several optimizers, or ZeRO cannot train with this optimizer or a parameter.
+                Also if the JSON or a scaler option requests an unsupported feature.
             ConfigError: If the JSON contradicts the run, has unknown keys, or defines an optimizer although the script
                 has prepared its own.
+            PrepareError: If none of the optimizer's parameters is trainable.
         """
         if len(optimizers) > 1:
             names = ", ".join(type(each).__name__ for each in optimizers)
             raise UnsupportedError(
                 f"DeepSpeed trains with one optimizer, not {len(optimizers)} ({names}); give one with several parameter groups"
             )
-        if self._model is None or not optimizers or self._zero is not None:
+        if self._model is None or not optimizers or self._zero_engine is not None:
             return ()
-        given, plugin = optimizers[0], self._plugin
+        user_optimizer, plugin = optimizers[0], self._plugin
         _check_scaler(self._options, precision)
-        picked = (min if plugin.is_train_batch_min else max)(micro_batches) if micro_batches else None
+        micro_batch = None
+        if micro_batches:
+            micro_batch = min(micro_batches) if plugin.is_train_batch_min else max(micro_batches)
         run = RunValues(
             num_ranks=self.data_group.world_size,
             num_steps=num_steps,
             precision=precision,
-            micro_batch=picked,
+            micro_batch=micro_batch,
             hidden_size=_find_hidden_size(self._model),
             scaler=self._options.scaler,
-            optimizer=self._stand_ins.optimizer,
-            scheduler=self._stand_ins.scheduler,
+            optimizer=self._stand_ins.optimizer_values,
+            scheduler=self._stand_ins.scheduler_values,
         )
         _check_shapes(self._model)
-        account = complete_config(plugin.deepspeed_config, run, find_known_keys)
-        is_own = self._stand_ins.optimizer and account.config.pop("optimizer", None) is not None
-        account.config.pop("scheduler", None)
-        if not is_own and "optimizer" in account.config:
+        report = complete_config(plugin.deepspeed_config, run, find_known_keys)
+        # DeepSpeed gets the optimizer object that Headway has created from the JSON, and schedulers stay with Headway.
+        if self._stand_ins.optimizer_values:
+            report.config.pop("optimizer", None)
+        report.config.pop("scheduler", None)
+        if "optimizer" in report.config:
             raise ConfigError(
-                f"the JSON has an optimizer, and a {type(given).__name__} was prepared; prepare a headway.DummyOptim instead"
+                f"the JSON has an optimizer, and a {type(user_optimizer).__name__} was prepared; prepare a headway.DummyOptim instead"
             )
-        self._partitioned = self._make_partitioned(given, account)
-        self._zero = self._initialize_engine(self._model, self._partitioned, account)
-        self._state = ZeroState(self._zero, self._partitioned, self._model)
-        self.account = account
-        log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(account.format_lines()))
-        return (self._partitioned.inner,)
+        self._partitioned = self._create_partitioned_optimizer(user_optimizer, report.config)
+        self._zero_engine = self._initialize_engine(self._model, self._partitioned, report.config)
+        self._state = ZeroState(self._zero_engine, self._partitioned, self._model)
+        self.config_report = report
+        log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(report.format_lines()))
+        return (self._partitioned.stepped_copy,)
 
     def replace_placeholder(self, placeholder: Placeholder, share: int) -> Any:
         """Return the optimizer or scheduler that DeepSpeed's JSON defines, in place of a placeholder.
@@ -190,23 +197,42 @@ class DeepSpeedStrategy(Strategy):
             UnsupportedError: If the JSON's optimizer is not one of torch's that are supported.
             PrepareError: If a scheduler's `DummyOptim` is not prepared.
         """
-        return self._stand_ins.find_real(placeholder, share)
+        return self._stand_ins.get_replacement(placeholder, share)
 
-    def _make_partitioned(self, given: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> PartitionedOptimizer:
-        config = account.config
+    def _create_partitioned_optimizer(
+        self, user_optimizer: torch.optim.Optimizer, config: dict[str, Any]
+    ) -> PartitionedOptimizer:
+        """Return the user's optimizer with a copy for DeepSpeed, following the JSON's rules for optimizers.
+
+        Args:
+            user_optimizer: User's optimizer.
+            config: DeepSpeed's completed JSON. Its keys `zero_allow_untested_optimizer` and
+                `zero_force_ds_cpu_optimizer` are replaced, because this method has already applied them.
+        """
         is_offloaded = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") in ("cpu", "nvme")
         # DeepSpeed has its own CPU kernel for torch's Adam and AdamW.
-        is_adam = type(given) in (torch.optim.Adam, torch.optim.AdamW)
-        uses_kernel = bool(is_offloaded and is_adam and config.get("zero_force_ds_cpu_optimizer", True))
-        partitioned = PartitionedOptimizer(given, bool(config.get("zero_allow_untested_optimizer")), uses_kernel)
-        # Both settings are already handled here.
+        is_adam = type(user_optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        uses_cpu_adam = bool(is_offloaded and is_adam and config.get("zero_force_ds_cpu_optimizer", True))
+        allows_untested = bool(config.get("zero_allow_untested_optimizer"))
+        partitioned = PartitionedOptimizer(user_optimizer, allows_untested, uses_cpu_adam)
         config["zero_allow_untested_optimizer"] = True
-        config["zero_force_ds_cpu_optimizer"] = uses_kernel
+        config["zero_force_ds_cpu_optimizer"] = uses_cpu_adam
         return partitioned
 
     def _initialize_engine(
-        self, model: torch.nn.Module, partitioned: PartitionedOptimizer, account: DeepSpeedConfigReport
+        self, model: torch.nn.Module, partitioned: PartitionedOptimizer, config: dict[str, Any]
     ) -> ZeroEngine:
+        """Create DeepSpeed's engine for a model and an optimizer, and a process group if the run has none.
+
+        Args:
+            model: User's model, on the device of the run. DeepSpeed partitions it at stage 3.
+            partitioned: User's optimizer and the copy that the engine steps.
+            config: DeepSpeed's completed JSON.
+
+        Raises:
+            ConfigError: If DeepSpeed computes on another kind of device than the run.
+            UnsupportedError: If DeepSpeed does not support float16 on this device.
+        """
         import deepspeed
 
         # At INFO, DeepSpeed would repeat Headway's log on its own stream.
@@ -217,24 +243,24 @@ class DeepSpeedStrategy(Strategy):
                 f"DeepSpeed computes on {deepspeed.get_accelerator().device_name()} here, but this run uses {device.type}; "
                 f"set DS_ACCELERATOR={device.type} in the environment"
             )
-        if _ensure_group(device):
-            process.release_at_end(self._end_group, ends_with_group=True)
+        if _ensure_process_group(device):
+            process.release_at_end(self._destroy_process_group, ends_with_group=True)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
-        if account.config.get("fp16", {}).get("enabled") and not deepspeed.get_accelerator().is_fp16_supported():
+        if config.get("fp16", {}).get("enabled") and not deepspeed.get_accelerator().is_fp16_supported():
             raise UnsupportedError(f"DeepSpeed does not support float16 on {device.type}; use mixed_precision='bf16'")
-        _mark_whole_blocks(model, self._plugin)
+        _mark_leaf_modules(model, self._plugin)
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=partitioned.inner, config=account.config, dist_init_required=False
+            model=model, optimizer=partitioned.stepped_copy, config=config, dist_init_required=False
         )
         return ZeroEngine(engine, self._stage)
 
     def _require_engine(self) -> ZeroEngine:
-        if self._zero is None:
+        if self._zero_engine is None:
             raise PrepareError(
                 "DeepSpeed needs the model's optimizer before a forward with gradients: prepare both, in one call or two; for "
                 "evaluation alone use torch.no_grad()"
             )
-        return self._zero
+        return self._zero_engine
 
     # ---------------------------------------------------------------- micro-batches
 
@@ -250,8 +276,8 @@ class DeepSpeedStrategy(Strategy):
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Discard the gradients, including those in DeepSpeed's buffers."""
         super().drop_gradients(parameters)
-        if self._zero is not None:
-            self._zero.drop_gradients()
+        if self._zero_engine is not None:
+            self._zero_engine.drop_gradients()
 
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's gradient shards in DeepSpeed's buffers.
@@ -259,7 +285,7 @@ class DeepSpeedStrategy(Strategy):
         The gradients are not clipped yet, and they are still multiplied by the loss scale. The list is empty while the
         accumulation window is open.
         """
-        return [] if self._zero is None else self._zero.get_local_gradients(parameters)
+        return [] if self._zero_engine is None else self._zero_engine.get_local_gradients(parameters)
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Mark the accumulation window as complete, and broadcast rank 0's module buffers.
@@ -297,11 +323,12 @@ class DeepSpeedStrategy(Strategy):
             raise UnsupportedError(f"DeepSpeed clips by the 2-norm; norm_type={norm_type!r} is not supported")
         engine, partitioned = self._require_engine(), self._partitioned
         assert partitioned is not None
-        learns, given = ({id(p) for p in every} for every in (partitioned.parameters(), parameters))
-        if not learns <= given:
+        trained_ids = {id(p) for p in partitioned.parameters()}
+        missing_ids = trained_ids - {id(p) for p in parameters}
+        if missing_ids:
             raise UnsupportedError(
-                f"DeepSpeed clips all gradients of the optimizer together, and {len(learns - given)} of its {len(learns)} parameters "
-                "were not passed; use clip_grad_norm_(model.parameters(), ...)"
+                f"DeepSpeed clips all gradients of the optimizer together, and {len(missing_ids)} of its {len(trained_ids)} "
+                "parameters were not passed; use clip_grad_norm_(model.parameters(), ...)"
             )
         return engine.compute_norm()
 
@@ -323,10 +350,11 @@ class DeepSpeedStrategy(Strategy):
             ConfigError: If DeepSpeed's JSON sets `gradient_clipping` to a different value than `max_norm`.
             UnsupportedError: If `norm_type` is not 2, or if `parameters` lacks some of the optimizer's parameters.
         """
-        fixed = 0.0 if self.account is None else self.account.clipping
-        if fixed and fixed != max_norm:
+        json_max_norm = 0.0 if self.config_report is None else self.config_report.clipping
+        if json_max_norm and json_max_norm != max_norm:
             raise ConfigError(
-                f"clip_grad_norm_(..., {max_norm!r}), but gradient_clipping={fixed!r} in DeepSpeed's JSON; give only one, or 'auto'"
+                f"clip_grad_norm_(..., {max_norm!r}), but gradient_clipping={json_max_norm!r} in DeepSpeed's JSON; give only one, "
+                "or 'auto'"
             )
         norm = self.compute_total_norm(parameters, norm_type) if known is None else known
         self._require_engine().limit_norm(float(max_norm))
@@ -335,7 +363,9 @@ class DeepSpeedStrategy(Strategy):
     def step_optimizer(
         self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
     ) -> bool:
-        """Run DeepSpeed's step with the current settings of the user's optimizer.
+        """Run DeepSpeed's step with the current settings of the user's optimizer, such as its learning rate.
+
+        Gradients are clipped to the norm of `clip_gradients`, or else to the JSON's `gradient_clipping`.
 
         Args:
             optimizer: The user's optimizer, which must be the prepared one.
@@ -354,23 +384,23 @@ class DeepSpeedStrategy(Strategy):
             raise UnsupportedError(
                 "optimizer.step(closure) is not supported with DeepSpeed; call step() without a closure"
             )
-        if partitioned is None or optimizer is not partitioned.given:
+        if partitioned is None or optimizer is not partitioned.user_optimizer:
             raise StateError(
                 f"{type(optimizer).__name__} is not the optimizer that was prepared for DeepSpeed; prepare it with the model"
             )
-        groups = engine.inner.param_groups
+        groups = engine.zero_optimizer.param_groups
         partitioned.push_settings(groups)
-        did_step = engine.step(0.0 if self.account is None else self.account.clipping)
+        did_step = engine.step(0.0 if self.config_report is None else self.config_report.clipping)
         partitioned.pull_settings(groups)
         # torch's schedulers warn if their optimizer has never stepped.
-        partitioned.given._opt_called = True  # type: ignore[attr-defined]
+        partitioned.user_optimizer._opt_called = True  # type: ignore[attr-defined]
         return did_step
 
     def discard_update(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Discard the gradients of an optimizer step that is skipped, including those in DeepSpeed's buffers."""
         super().discard_update(optimizers)
-        if self._zero is not None:
-            self._zero.drop_gradients()
+        if self._zero_engine is not None:
+            self._zero_engine.drop_gradients()
 
     # ---------------------------------------------------------------- state
 
@@ -399,7 +429,7 @@ class DeepSpeedStrategy(Strategy):
         if self._state is not None:
             self._state.apply_loaded_values()
 
-    def _end_group(self) -> None:
+    def _destroy_process_group(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -410,24 +440,24 @@ class DeepSpeedStrategy(Strategy):
         the argument `model` is ignored.
         """
         super().release_model()
-        zero = self._zero
+        zero_engine = self._zero_engine
         # The references are removed first, so that nothing uses an engine whose destruction has failed.
-        self._zero = None
+        self._zero_engine = None
         self._partitioned = None
         self._model = None
         self._state = None
-        if zero is not None:
-            zero.engine.destroy()
+        if zero_engine is not None:
+            zero_engine.engine.destroy()
 
 
-def _ensure_group(device: torch.device) -> bool:
+def _ensure_process_group(device: torch.device) -> bool:
     """Create a process group if there is none, because DeepSpeed needs one even in a single-process run.
 
-    The environment variable `LOCAL_RANK` is set, too, if it is not set yet. DeepSpeed keeps using
-    the group, so the caller ends it with the run.
+    The environment variable `LOCAL_RANK` is set, too, if it is not set yet. DeepSpeed keeps using the process group, so
+    the caller must destroy it at the end of the run.
 
     Returns:
-        Whether a group was created.
+        Whether a process group was created.
     """
     env.set_default("LOCAL_RANK", str(device.index or 0))
     if dist.is_initialized():
@@ -439,6 +469,12 @@ def _ensure_group(device: torch.device) -> bool:
 
 
 def _check_scaler(options: EngineOptions, precision: str) -> None:
+    """Check that DeepSpeed's fp16 loss scale can follow the options of the gradient scaler.
+
+    Raises:
+        UnsupportedError: If the scale should not double and halve.
+        ConfigError: If the initial scale is not a power of two.
+    """
     scaler = options.scaler
     if precision != "fp16":
         return
@@ -446,10 +482,10 @@ def _check_scaler(options: EngineOptions, precision: str) -> None:
         raise UnsupportedError(
             "DeepSpeed's fp16 loss scale always doubles and halves; leave growth_factor and backoff_factor out"
         )
-    power = scaler.init_scale
-    if power < 1 or power != 2.0 ** (int(power).bit_length() - 1):
+    scale = scaler.init_scale
+    if scale < 1 or scale != 2.0 ** (int(scale).bit_length() - 1):
         raise ConfigError(
-            f"GradScalerKwargs(init_scale={power!r}): DeepSpeed starts with a power of two; give a power of two"
+            f"GradScalerKwargs(init_scale={scale!r}): DeepSpeed starts with a power of two; give a power of two"
         )
 
 
@@ -484,22 +520,21 @@ def _find_hidden_size(model: torch.nn.Module) -> int | None:
     return None
 
 
-def _mark_whole_blocks(model: torch.nn.Module, plugin: DeepSpeedSettings) -> None:
+def _mark_leaf_modules(model: torch.nn.Module, plugin: DeepSpeedSettings) -> None:
     """Mark the blocks whose parameters ZeRO-3 gathers all at once, given the class names in the plugin.
 
-    Do nothing below ZeRO stage 3 or without class names.
+    DeepSpeed calls such blocks leaf modules. Do nothing below ZeRO stage 3 or without class names.
 
     Raises:
-        ConfigError: If the model contains no module of a class.
+        ConfigError: If the model contains no module of one of the classes.
     """
-    text = plugin.transformer_moe_cls_names
-    if not text or plugin.zero_stage != 3:
+    if not plugin.transformer_moe_cls_names or plugin.zero_stage != 3:
         return
     from deepspeed.utils import set_z3_leaf_modules
 
-    wanted = [name.strip() for name in text.split(",")]
-    found = {type(module).__name__: type(module) for module in model.modules()}
-    lacking = [name for name in wanted if name not in found]
-    if lacking:
-        raise ConfigError(f"transformer_moe_cls_names: {type(model).__name__} has no {', '.join(lacking)}")
-    set_z3_leaf_modules(model, [found[name] for name in wanted])
+    names = [name.strip() for name in plugin.transformer_moe_cls_names.split(",")]
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [name for name in names if name not in classes]
+    if missing:
+        raise ConfigError(f"transformer_moe_cls_names: {type(model).__name__} has no {', '.join(missing)}")
+    set_z3_leaf_modules(model, [classes[name] for name in names])
