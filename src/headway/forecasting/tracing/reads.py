@@ -13,7 +13,7 @@ import torch
 
 from headway.forecasting._torch import FakeTensor, TorchDispatchMode
 from headway.forecasting.tracing.tensors import iterate_plain_tensors
-from headway.layouts.whole_updates.kinds import find_known_class
+from headway.layouts.whole_updates.kinds import find_kind_of_class
 
 _ANSWER = 1000.0
 """Value that every read of a floating-point number returns.
@@ -40,5 +40,5 @@ class ReadAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def answer_reads(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """Return a context in which an optimizer of a known class can read floating-point numbers from fake tensors."""
-    is_known = find_known_class(type(optimizer)) is not None
+    is_known = find_kind_of_class(type(optimizer)) is not None
     return ReadAnswers() if is_known else nullcontext()  # type: ignore[no-untyped-call]

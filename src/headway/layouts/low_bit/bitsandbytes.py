@@ -11,7 +11,7 @@ from headway.layouts.low_bit.blocks import dequantize_blocks, quantize_blocks
 
 BLOCK_SIZE = 256
 """Number of values in a quantization block. It is fixed in bitsandbytes' kernels."""
-_NESTED = "__bnb_optimizer_quant_state__"
+_NESTED_KEY = "__bnb_optimizer_quant_state__"
 """Key under which an optimizer's `state_dict` nests quantization codes, scales and code tables."""
 _MOMENTS = ("state1", "state2")
 """Names of the state tensors that contain an optimizer's moments."""
@@ -39,38 +39,47 @@ def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with its moments as float32 values on the CPU. The sharding does not change.
 
     A tensor of two moments (`state1` of AdEMAMix) becomes two tensors with the parameter's shape, `state1_0` and
-    `state1_1`.
+    `state1_1`. Scales and code tables (`absmax...`, `qmap...`) are left out.
 
     Args:
         entry: State of one parameter, from the optimizer or from its state dict.
     """
-    flat = {name: value for name, value in entry.items() if name != _NESTED} | entry.get(_NESTED, {})
-    states = {name: value for name, value in flat.items() if name in _MOMENTS and isinstance(value, torch.Tensor)}
-    made = {
-        name: value for name, value in flat.items() if name not in states and not name.startswith(("qmap", "absmax"))
+    state = _flatten_entry(entry)
+    moments = {name: value for name, value in state.items() if name in _MOMENTS and isinstance(value, torch.Tensor)}
+    exported = {
+        name: value for name, value in state.items() if name not in moments and not name.startswith(("qmap", "absmax"))
     }
-    like = next((value for value in states.values() if is_dtensor(value)), None)
-    num_dims = min((value.ndim for value in states.values()), default=0)
-    for name, state in states.items():
-        local = get_local_shard(state).detach()
-        scales, table = (flat.get(f"{part}{name[-1]}") for part in ("absmax", "qmap"))
-        is_double = local.ndim > num_dims
-        for number, each in enumerate(local if is_double else [local]):
+    dtensor = next((value for value in moments.values() if is_dtensor(value)), None)
+    # AdEMAMix stacks two moments in `state1`, which then has one dimension more than `state2` and the parameter.
+    num_dims = min((value.ndim for value in moments.values()), default=0)
+    for name, moment in moments.items():
+        local = get_local_shard(moment).detach()
+        scales, table = state.get(f"absmax{name[-1]}"), state.get(f"qmap{name[-1]}")
+        is_stacked = local.ndim > num_dims
+        for index, codes in enumerate(local if is_stacked else [local]):
             if scales is not None and table is not None:
                 # Scales and table are DTensors if the parameter's shard has their size, such as 256 values.
-                own, levels = get_local_shard(scales), get_local_shard(table)
-                own = own[number] if is_double else own
-                values = dequantize_blocks(each.to(own.device), own, levels, BLOCK_SIZE)
+                local_scales = get_local_shard(scales)
+                block_scales = local_scales[index] if is_stacked else local_scales
+                values = dequantize_blocks(
+                    codes.to(block_scales.device), block_scales, get_local_shard(table), BLOCK_SIZE
+                )
             else:
-                values = each
+                values = codes  # a moment with 32 bits
             values = values.cpu()  # values of all parameters could exceed the device's memory
-            part = f"{name}_{number}" if is_double else name
-            made[part] = values if like is None else replace_local(like, values, like.stride())
-    return made
+            exported_name = f"{name}_{index}" if is_stacked else name
+            exported[exported_name] = values if dtensor is None else replace_local(dtensor, values, dtensor.stride())
+    return exported
+
+
+def _flatten_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with the nested values of a state dict moved to the top level."""
+    nested: dict[str, Any] = entry.get(_NESTED_KEY, {})
+    return {name: value for name, value in entry.items() if name != _NESTED_KEY} | nested
 
 
 def import_entry(
-    optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any], place: tuple[int, int]
+    optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any], position: tuple[int, int]
 ) -> dict[str, Any]:
     """Convert a parameter's portable state to the optimizer's own: 8-bit codes, scales and tables, or 32-bit values.
 
@@ -80,48 +89,45 @@ def import_entry(
         entry: State as `export_entry` returns it. A state that has quantization tables (`qmap...`) is already in the
             optimizer's form. It is returned unchanged, except that nested values of a state dict are moved to the top
             level and to the parameter's device.
-        place: Index of the parameter's group, and index of the parameter in this group.
+        position: Index of the parameter's group, and index of the parameter in this group.
 
     Raises:
         CheckpointError: If the state contains quantization codes of the whole parameter, but the parameter is sharded.
     """
-    own = get_local_shard(parameter).detach()
-    if _NESTED in entry:  # codes and scales, as earlier versions of Headway saved them
+    shard = get_local_shard(parameter).detach()
+    if _NESTED_KEY in entry:  # codes and scales, as earlier versions of Headway saved them
         if is_dtensor(parameter):
             raise CheckpointError(
                 f"the saved state of {type(optimizer).__name__} has the codes of whole parameters, and this layout has shards. "
                 "Load it with strategy='ddp', and save it again: then any layout can load it"
             )
-        flat = {name: value for name, value in entry.items() if name != _NESTED} | entry[_NESTED]
         return {
-            name: value.to(own.device) if isinstance(value, torch.Tensor) else value for name, value in flat.items()
+            name: value.to(shard.device) if isinstance(value, torch.Tensor) else value
+            for name, value in _flatten_entry(entry).items()
         }
     if any(name.startswith("qmap") for name in entry):
         return entry
-    optimizer.init_state(optimizer.param_groups[place[0]], own, *place)
-    made: dict[str, Any] = optimizer.state.pop(own)
+    optimizer.init_state(optimizer.param_groups[position[0]], shard, *position)
+    state: dict[str, Any] = optimizer.state.pop(shard)
     for name, value in entry.items():
         if not name.startswith("state"):
-            made[name] = value.to(own.device) if isinstance(value, torch.Tensor) else value
+            state[name] = value.to(shard.device) if isinstance(value, torch.Tensor) else value
             continue
-        moment, _, number = name.partition("_")
-        target = made[moment][int(number)] if number else made[moment]
+        moment, _, index = name.partition("_")  # "state1_0" is the first of two moments that `state1` stacks
+        target = state[moment][int(index)] if index else state[moment]
         values = get_local_shard(value).detach()
         if target.dtype == torch.uint8:
-            table, scales = made[f"qmap{moment[-1]}"], made[f"absmax{moment[-1]}"]
-            codes, found = quantize_blocks(values.to(scales.device, torch.float32), table, BLOCK_SIZE)
+            table, scales = state[f"qmap{moment[-1]}"], state[f"absmax{moment[-1]}"]
+            codes, new_scales = quantize_blocks(values.to(scales.device, torch.float32), table, BLOCK_SIZE)
             target.copy_(codes)
-            (scales[int(number)] if number else scales).copy_(found)
+            (scales[int(index)] if index else scales).copy_(new_scales)
         else:
             target.copy_(values)
     if is_dtensor(parameter):
-        stride = parameter.stride()
-        shape = own.shape
-        made = {
-            name: replace_local(parameter, value, stride) if name in _MOMENTS and value.shape == shape else value
-            for name, value in made.items()
-        }
-    return made
+        for name in _MOMENTS:
+            if name in state and state[name].shape == shard.shape:
+                state[name] = replace_local(parameter, state[name], parameter.stride())
+    return state
 
 
 def register_overrides(optimizer: Any) -> None:
@@ -137,20 +143,20 @@ def register_overrides(optimizer: Any) -> None:
     if not manager.pid2config and not manager.module_weight_config_triple:
         return
     optimizer.check_overrides()
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
             if id(parameter) in manager.pid2config:
-                manager.index2config[(number, place)] = manager.pid2config[id(parameter)]
+                manager.index2config[(group_index, index)] = manager.pid2config[id(parameter)]
 
 
-def complete_empty_state(optimizer: Any, parameter: torch.Tensor, place: tuple[int, int]) -> None:
-    """Increase the step count of an empty shard, for which bitsandbytes launches no kernel.
+def count_empty_step(optimizer: Any, parameter: torch.Tensor, position: tuple[int, int]) -> None:
+    """Increase the step count of an empty shard, for which bitsandbytes launches no kernel. Create a missing state.
 
     Args:
         optimizer: Optimizer of bitsandbytes.
         parameter: Plain tensor without elements, which is a key of the optimizer's state.
-        place: Index of the parameter's group, and index of the parameter in this group.
+        position: Index of the parameter's group, and index of the parameter in this group.
     """
     if parameter not in optimizer.state:
-        optimizer.init_state(optimizer.param_groups[place[0]], parameter, *place)
+        optimizer.init_state(optimizer.param_groups[position[0]], parameter, *position)
     optimizer.state[parameter]["step"] += 1

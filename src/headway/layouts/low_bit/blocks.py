@@ -24,14 +24,16 @@ def restore_extremes(values: torch.Tensor, scales: torch.Tensor, lowest_level: t
         block_size: Number of values in a block. The last block may be shorter.
     """
     flat = values.view(-1)
-    num_whole = flat.numel() // block_size
-    whole, rest = flat[: num_whole * block_size].view(num_whole, block_size), flat[num_whole * block_size :]
-    for blocks, own in ((whole, scales[:num_whole]), (rest.view(1, -1), scales[num_whole:])):
+    num_full = flat.numel() // block_size
+    full_blocks = flat[: num_full * block_size].view(num_full, block_size)
+    short_block = flat[num_full * block_size :].view(1, -1)
+    for blocks, block_scales in ((full_blocks, scales[:num_full]), (short_block, scales[num_full:])):
         if blocks.numel():
-            lowest, places = blocks.min(1)
-            is_lost = (blocks.abs().amax(1) < own) & (lowest == lowest_level * own) & (lowest_level < 0)
-            restored = torch.where(is_lost, -own, lowest)
-            blocks.scatter_(1, places[:, None], restored[:, None])
+            lowest, indices = blocks.min(1)
+            has_lost_scale = blocks.abs().amax(1) < block_scales
+            has_lowest_code = (lowest == lowest_level * block_scales) & (lowest_level < 0)
+            restored = torch.where(has_lost_scale & has_lowest_code, -block_scales, lowest)
+            blocks.scatter_(1, indices[:, None], restored[:, None])
 
 
 def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -43,8 +45,8 @@ def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, table: torch.Te
         table: Sorted table of values between -1 and 1.
         block_size: Number of values in a block. The last block may be shorter.
     """
-    by_value = scales.repeat_interleave(block_size)[: codes.numel()].view(codes.shape)
-    values = table[codes.int()] * by_value
+    scale_of_value = scales.repeat_interleave(block_size)[: codes.numel()].view(codes.shape)
+    values = table[codes.int()] * scale_of_value
     restore_extremes(values, scales, table[0], block_size)
     return values
 
@@ -63,6 +65,7 @@ def quantize_blocks(values: torch.Tensor, table: torch.Tensor, block_size: int) 
     count = values.numel()
     padded = torch.nn.functional.pad(values.reshape(-1), (0, -count % block_size)).view(-1, block_size)
     scales = padded.abs().amax(1) if count else padded.new_zeros(0)
-    relative = padded / torch.where(scales > 0, scales, torch.ones_like(scales))[:, None]
-    codes = torch.bucketize(relative, (table[:-1] + table[1:]) / 2)
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales))  # a block of zeros has the scale 0
+    midpoints = (table[:-1] + table[1:]) / 2
+    codes = torch.bucketize(padded / divisors[:, None], midpoints)
     return codes.view(-1)[:count].view(values.shape).to(torch.uint8), scales

@@ -20,7 +20,7 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_MOST_CUT = 0.1
+_MAX_CUT_FRACTION = 0.1
 """Fraction of values that may keep full precision without a warning, because their shards do not divide into blocks."""
 
 
@@ -69,20 +69,20 @@ def quantize_states(optimizer: torch.optim.Optimizer) -> None:
     if bitsandbytes.keeps_low_bit_state(optimizer):
         bitsandbytes.register_overrides(optimizer)
     num_states = num_changed = 0
-    for place, parameter in list(_list_places(optimizer)):
-        entry = optimizer.state.get(parameter)
-        if not isinstance(entry, dict) or not entry or parameter.is_meta:  # meta: only other pipeline stages hold it
+    for position, parameter in _iterate_positions(optimizer):
+        loaded = optimizer.state.get(parameter)
+        if not isinstance(loaded, dict) or not loaded or parameter.is_meta:  # meta: only other pipeline stages hold it
             continue
-        entry = {name: _join_piece(value, parameter) for name, value in entry.items()}
-        _check_entry(optimizer, entry)
+        entry = {name: _join_piece(value, parameter) for name, value in loaded.items()}
+        _check_package(optimizer, entry)
         if torchao.keeps_low_bit_state(optimizer):
-            made = torchao.import_entry(optimizer, parameter, entry)
+            quantized = torchao.import_entry(optimizer, parameter, entry)
         else:
-            made = bitsandbytes.import_entry(optimizer, parameter, entry, place)
-        if made is not entry:
+            quantized = bitsandbytes.import_entry(optimizer, parameter, entry, position)
+        if quantized is not entry:
             num_states += 1
-            num_changed += not _has_equal_values(export_state(optimizer, made), export_state(optimizer, entry))
-            optimizer.state[parameter] = made
+            num_changed += not _has_equal_values(export_state(optimizer, quantized), export_state(optimizer, entry))
+            optimizer.state[parameter] = quantized
     if num_changed:
         log.info(
             "%s: the states of %d of %d parameters were quantized again, because blocks of this layout's shards are not those of "
@@ -93,14 +93,18 @@ def quantize_states(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _list_places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-    """Yield pairs of (place, parameter). A place is the index of the parameter's group and its index in the group."""
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            yield (number, place), parameter
+def _iterate_positions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    """Yield pairs of (position, parameter): index of the parameter's group and its index in the group, parameter."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield (group_index, index), parameter
 
 
-def _check_entry(optimizer: torch.optim.Optimizer, entry: dict[str, Any]) -> None:
+def _check_package(optimizer: torch.optim.Optimizer, entry: dict[str, Any]) -> None:
+    """Raise `CheckpointError` if an optimizer of the other package has saved a parameter's state.
+
+    The packages are torchao and bitsandbytes. They are recognized by the names of their moments.
+    """
     is_torchao, name = torchao.keeps_low_bit_state(optimizer), type(optimizer).__name__
     if any(key.startswith("state" if is_torchao else "exp_avg") for key in entry):
         own, other = ("torchao", "bitsandbytes") if is_torchao else ("bitsandbytes", "torchao")
@@ -123,16 +127,17 @@ def _join_piece(value: Any, parameter: torch.Tensor) -> Any:
     return value.boxes[0].values if value.boxes else torch.empty(value.shape, dtype=value.dtype)
 
 
-def _has_equal_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _has_equal_values(state: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether the tensors that two dequantized states have in common are bitwise equal on this rank.
 
     Scalars are not compared.
     """
-    return all(
-        torch.equal(get_local_shard(value), get_local_shard(other[name]).to(get_local_shard(value)))
-        for name, value in one.items()
-        if isinstance(value, torch.Tensor) and value.ndim and name in other
-    )
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.ndim and name in other:
+            shard = get_local_shard(value)
+            if not torch.equal(shard, get_local_shard(other[name]).to(shard)):
+                return False
+    return True
 
 
 # -------------------------------------------------------------------- checks
@@ -171,8 +176,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, strategy: Strategy) -> N
 def prepare_low_bit_shards(optimizer: torch.optim.Optimizer) -> None:
     """Prepare an optimizer for its first update of shards.
 
-    Overridden options of bitsandbytes are registered. A warning is logged if torchao keeps much of a state in full
-    precision, because shards do not divide into its blocks.
+    Overridden options of bitsandbytes are registered. A warning is logged if torchao keeps more than a tenth of this
+    rank's values in full precision, because shards do not divide into its blocks.
 
     Args:
         optimizer: Optimizer of sharded parameters. Nothing is done for optimizers of other packages.
@@ -181,10 +186,11 @@ def prepare_low_bit_shards(optimizer: torch.optim.Optimizer) -> None:
         bitsandbytes.register_overrides(optimizer)
     if not torchao.keeps_low_bit_state(optimizer):
         return
-    parameters = [parameter for _, parameter in _list_places(optimizer) if is_dtensor(parameter)]
+    parameters = [parameter for _, parameter in _iterate_positions(optimizer) if is_dtensor(parameter)]
     cut = [parameter for parameter in parameters if torchao.is_cut_between_blocks(optimizer, parameter)]
-    num_cut, num_all = (sum(get_local_shard(each).numel() for each in group) for group in (cut, parameters))
-    if num_cut > _MOST_CUT * num_all:
+    num_all = sum(get_local_shard(parameter).numel() for parameter in parameters)
+    num_cut = sum(get_local_shard(parameter).numel() for parameter in cut)
+    if num_cut > _MAX_CUT_FRACTION * num_all:
         log.warning_once(
             "%s does not quantize the state of %d parameters, %.0f%% of this rank's values: their shards do not divide into blocks "
             "of %d values. The first one has shape %s. Choose a block_size that divides the shards, or other sizes of layers",
@@ -212,28 +218,35 @@ class EqualRounding:
     """Step hooks that give all ranks equal random numbers for stochastic rounding, so that replicas stay equal.
 
     Otherwise each rank would draw from its own generator, whose state depends on the rank's data and dropout. Before
-    each step, the generators are seeded with the number of the update. After the step, their states are restored. torch
-    does not call the second hook if the step raises, so `restore_generators` must be called then.
+    each step, the states of the generators are saved, and the generators are seeded with the optimizer's step count.
+    After the step, the saved states are restored. torch does not call the second hook if the step raises, so
+    `restore_generators` must be called then.
 
     Args:
         optimizer: Optimizer of torchao.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._before: list[tuple[Any, torch.Tensor]] = []
-        optimizer.register_step_pre_hook(self._begin_step)
+        # Pairs of (torch or a device module such as `torch.cuda`, its RNG state before the step). Empty between steps.
+        self._saved_states: list[tuple[Any, torch.Tensor]] = []
+        optimizer.register_step_pre_hook(self._seed_generators)
         optimizer.register_step_post_hook(self._end_step)
 
-    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Seed the random generators of the CPU and of the parameters' devices."""
+    def _seed_generators(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Save the RNG states of the CPU and of the parameters' devices, and seed the generators.
+
+        The seed is the largest step count in the optimizer's state, which is equal on all ranks. If states are saved
+        already, because the previous step has failed, they are kept.
+        """
         steps = [entry["step"] for entry in optimizer.state.values() if isinstance(entry, dict) and "step" in entry]
         seed = int(max(steps, default=0))
         kinds = {p.device.type for group in optimizer.param_groups for p in group["params"]} - {"cpu", "meta"}
-        modules: list[Any] = [torch, *(torch.get_device_module(kind) for kind in sorted(kinds))]
-        # A failed step that was tried again has left the generators seeded, so the earlier states are kept.
-        self._before = self._before or [(module, module.get_rng_state()) for module in modules]
+        device_modules: list[Any] = [torch.get_device_module(kind) for kind in sorted(kinds)]
+        if not self._saved_states:
+            self._saved_states = [(module, module.get_rng_state()) for module in (torch, *device_modules)]
+        # Not `torch.manual_seed`, which would also seed the generators of all accelerators.
         torch.default_generator.manual_seed(seed)
-        for module in modules[1:]:
+        for module in device_modules:
             module.manual_seed(seed)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -241,6 +254,6 @@ class EqualRounding:
 
     def restore(self) -> None:
         """Restore the states that the random generators had before the step. Do nothing between steps."""
-        for module, state in self._before:
+        for module, state in self._saved_states:
             module.set_rng_state(state)
-        self._before = []
+        self._saved_states = []

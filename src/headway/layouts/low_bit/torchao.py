@@ -21,10 +21,11 @@ def is_quantized(tensor: Any) -> bool:
 
 def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is a torchao optimizer that keeps its states in 8 or 4 bits."""
-    is_theirs = any(
+    is_torchao = any(
         (kind.__module__, kind.__name__) == ("torchao.optim.adam", "_AdamBase") for kind in type(optimizer).__mro__
     )
-    return is_theirs and getattr(optimizer, "block_size", float("inf")) != float("inf")
+    # torchao's optimizers without quantization have the same base class, and an infinite block size.
+    return is_torchao and getattr(optimizer, "block_size", float("inf")) != float("inf")
 
 
 def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
@@ -36,10 +37,11 @@ def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
     Args:
         entry: State of one parameter.
     """
-    return {name: _read_values(value) if name in _SIGNED else value for name, value in entry.items()}
+    return {name: _dequantize(value) if name in _SIGNED else value for name, value in entry.items()}
 
 
-def _read_values(tensor: Any) -> Any:
+def _dequantize(tensor: Any) -> Any:
+    """Return a moment as float32 values on the CPU, sharded as before. Other values than tensors are returned unchanged."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     local: Any = get_local_shard(tensor).detach()
@@ -61,26 +63,27 @@ def import_entry(optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any])
         parameter: Parameter, which may be a DTensor. The state is sharded like the parameter.
         entry: State as `export_entry` returns it. Moments that are already quantized do not change.
     """
-    own = get_local_shard(parameter).detach()
-    made = dict(entry)
+    shard = get_local_shard(parameter).detach()
+    state = dict(entry)
     for name in _SIGNED.keys() & entry.keys():
         values = get_local_shard(entry[name])
         if not is_quantized(values):
-            buffer = optimizer._new_buffer(own, _SIGNED[name])
+            buffer = optimizer._new_buffer(shard, _SIGNED[name])
             buffer.copy_(values.to(buffer.device))
-            made[name] = replace_local(parameter, buffer, parameter.stride()) if is_dtensor(parameter) else buffer
-    return made
+            state[name] = replace_local(parameter, buffer, parameter.stride()) if is_dtensor(parameter) else buffer
+    return state
 
 
 def is_cut_between_blocks(optimizer: Any, parameter: torch.Tensor) -> bool:
     """Whether torchao would quantize the state of the whole parameter but not that of this rank's shard.
 
-    This happens if the size of the shard is not a multiple of torchao's block size.
+    This happens if the size of the shard is not a multiple of torchao's block size. Shards that are too small to be
+    quantized at all do not count.
 
     Args:
         optimizer: Optimizer of torchao.
         parameter: DTensor.
     """
-    size = optimizer.block_size
-    num_own = get_local_shard(parameter).numel()
-    return parameter.numel() % size == 0 and num_own >= _MIN_SIZE and num_own % size != 0
+    block_size = optimizer.block_size
+    shard_size = get_local_shard(parameter).numel()
+    return parameter.numel() % block_size == 0 and shard_size >= _MIN_SIZE and shard_size % block_size != 0

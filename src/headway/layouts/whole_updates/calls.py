@@ -11,25 +11,27 @@ import torch
 
 
 @contextmanager
-def replace_groups(optimizer: torch.optim.Optimizer, chosen: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
+def replace_groups(
+    optimizer: torch.optim.Optimizer, tensors_by_group: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[None]:
     """Return a context in which each parameter group contains other tensors. On exit, the groups are restored.
 
     Args:
         optimizer: Optimizer whose groups are changed.
-        chosen: Tensors for each group. Groups without tensors are removed in the context.
+        tensors_by_group: Tensors for each group. Groups without tensors are removed in the context.
     """
     groups = list(optimizer.param_groups)
-    before = [(group, list(group["params"]), group.get("param_names")) for group in groups]
+    originals = [(group, list(group["params"]), group.get("param_names")) for group in groups]
     try:
-        for group, own in zip(groups, chosen):
-            group["params"][:] = own
-            if "param_names" in group:
-                group["param_names"] = [f"p{number}" for number in range(len(own))]
-        optimizer.param_groups[:] = [group for group, own in zip(groups, chosen) if own]
+        for group, tensors in zip(groups, tensors_by_group):
+            group["params"][:] = tensors
+            if "param_names" in group:  # must have one name per parameter
+                group["param_names"] = [f"p{index}" for index in range(len(tensors))]
+        optimizer.param_groups[:] = [group for group, tensors in zip(groups, tensors_by_group) if tensors]
         yield
     finally:
         optimizer.param_groups[:] = groups
-        for group, parameters, names in before:
+        for group, parameters, names in originals:
             group["params"][:] = parameters
             if names is not None:
                 group["param_names"] = names
@@ -61,9 +63,9 @@ def write_numbers(values: dict[str, Any], numbers: dict[str, Any]) -> None:
         numbers: Return value of `read_numbers` on this or another rank.
     """
     for name, number in numbers.items():
-        own = values.get(name)
-        if isinstance(own, torch.Tensor):
-            own.copy_(number)
+        current = values.get(name)
+        if isinstance(current, torch.Tensor):
+            current.copy_(number)
         else:
             values[name] = number
 
@@ -71,35 +73,43 @@ def write_numbers(values: dict[str, Any], numbers: dict[str, Any]) -> None:
 class CallCounters:
     """Recorded values of the counters that an optimizer increases in each call of `step`, such as `group["step"]`.
 
-    They are restored between the calls for one update, so that these count as one call.
+    They are restored between the calls for one update, so that these count as one call. All options of the groups and
+    all numeric attributes of the optimizer are recorded, because the names of counters are not known.
 
     Args:
-        optimizer: Optimizer whose groups and numeric attributes are recorded.
+        optimizer: Optimizer whose counters are recorded.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        # Pairs of (group, its options). An option is recorded with a clone, because a step can change a tensor in place.
         self._groups = [
-            (group, {name: (value, _clone_tensor(value)) for name, value in group.items() if name not in _NAMES})
+            (
+                group,
+                {name: (value, _clone_tensor(value)) for name, value in group.items() if name not in _PARAMETER_KEYS},
+            )
             for group in optimizer.param_groups
         ]
-        self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+        self._attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
 
     def rewind(self) -> None:
         """Restore the optimizer's counters to their recorded values, before another call for the current update."""
         for group, options in self._groups:
-            for name in [name for name in group if name not in options and name not in _NAMES]:
+            added_names = group.keys() - options.keys() - _PARAMETER_KEYS
+            for name in added_names:
                 del group[name]
-            for name, (value, saved) in options.items():
+            for name, (value, clone) in options.items():
                 if isinstance(value, torch.Tensor):
                     with torch.no_grad():
-                        value.copy_(saved)
+                        value.copy_(clone)
                 group[name] = value
-        vars(self._optimizer).update(self._numbers)
+        vars(self._optimizer).update(self._attributes)
 
 
-_NAMES = ("params", "param_names")
+_PARAMETER_KEYS = {"params", "param_names"}
+"""Keys of a parameter group that do not contain options."""
 
 
 def _clone_tensor(value: Any) -> Any:
+    """Return a detached clone of a tensor, or None for other values."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else None

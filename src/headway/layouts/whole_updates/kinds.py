@@ -33,17 +33,17 @@ class UpdateKind(Enum):
     LOCAL = "on local shards"
     """The optimizer works element by element and receives this rank's shards as plain tensors."""
     OWNED = "by owners"
-    """The optimizer receives whole parameters. Each is updated on one rank, its owner."""
+    """The optimizer receives whole parameters (full tensors). Each is updated on one rank, its owner."""
     TOGETHER = "by one rank"
     """The optimizer receives all whole parameters on one rank, because their updates depend on each other."""
 
 
-_PLAIN = (
+_DIRECT_NAMES = (
     "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD LBFGS SparseAdam AdamWScheduleFree SGDScheduleFree "
     "RAdamScheduleFree"
 )
 _KNOWN = {
-    **{(package, name): UpdateKind.DIRECT for package in ("torch", "schedulefree") for name in _PLAIN.split()},
+    **{(package, name): UpdateKind.DIRECT for package in ("torch", "schedulefree") for name in _DIRECT_NAMES.split()},
     ("torch", "Adafactor"): UpdateKind.OWNED,
     ("torch", "Muon"): UpdateKind.OWNED,
     ("torch", "Rprop"): UpdateKind.LOCAL,
@@ -51,12 +51,12 @@ _KNOWN = {
     ("headway", "MatrixOptimizer"): UpdateKind.OWNED,
 }
 """Kinds by package and class name. Other classes, including subclasses of these, are tested by a trial."""
-_LEFT_ALONE = ("torchao", "bitsandbytes", "deepspeed")
+_SELF_MANAGED_PACKAGES = ("torchao", "bitsandbytes", "deepspeed")
 """Packages whose optimizers manage the storage of parameters themselves.
 
 Those that do not keep low-bit states are called directly, or rejected by other checks.
 """
-_NEVER_FUSED = ("SGD", "Adagrad")
+_FUSED_ON_PLAIN_TENSORS = ("SGD", "Adagrad")
 """Optimizers whose fused step supports plain tensors only."""
 
 
@@ -69,22 +69,23 @@ def find_known_kind(optimizer: torch.optim.Optimizer) -> UpdateKind | None:
     Raises:
         TrialRefused: If the optimizer keeps low-bit states and needs norms of whole parameters.
     """
-    kind = type(optimizer)
-    package = kind.__module__.partition(".")[0]
+    optimizer_class = type(optimizer)
+    package = optimizer_class.__module__.partition(".")[0]
     if keeps_low_bit_state(optimizer):
         if bitsandbytes.needs_whole_norms(optimizer):
             raise TrialRefused("it computes norms of whole parameters, and each rank has shards")
         return UpdateKind.LOCAL
-    if any(each.__module__.partition(".")[0] in _LEFT_ALONE for each in kind.__mro__):
+    if any(each.__module__.partition(".")[0] in _SELF_MANAGED_PACKAGES for each in optimizer_class.__mro__):
         return UpdateKind.DIRECT
-    if package == "torch" and kind.__name__ in _NEVER_FUSED and any(g.get("fused") for g in optimizer.param_groups):
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if is_fused and package == "torch" and optimizer_class.__name__ in _FUSED_ON_PLAIN_TENSORS:
         return UpdateKind.LOCAL
-    return find_known_class(kind)
+    return find_kind_of_class(optimizer_class)
 
 
-def find_known_class(kind: type) -> UpdateKind | None:
+def find_kind_of_class(optimizer_class: type) -> UpdateKind | None:
     """Return the kind of updates that a class of optimizers makes, or None if a trial is necessary."""
-    return _KNOWN.get((kind.__module__.partition(".")[0], kind.__name__))
+    return _KNOWN.get((optimizer_class.__module__.partition(".")[0], optimizer_class.__name__))
 
 
 class TrialRefused(Exception):
@@ -94,12 +95,12 @@ class TrialRefused(Exception):
 _NUM_UPDATES = 12
 _SCALES = (0.01, 1.0, 30.0)
 """Scales of the gradients in a trial. The largest triggers clipping in optimizers that clip."""
-_SIZES = (160, 136, 4, 4)
+_MAX_SIZES = (160, 136, 4, 4)
 """Largest sizes of the dimensions of a parameter in a trial.
 
 Optimizers treat small matrices differently, often below 128.
 """
-_LEAST_RATE = 1e-3
+_MIN_LEARNING_RATE = 1e-3
 """Smallest learning rate in a trial. With a rate near 0, as at the start of a warm-up, all trials would look alike."""
 _TOLERANCE = 1e-5
 """Largest difference at which two trials count as equal, relative to the largest change of a parameter's elements."""
@@ -111,18 +112,23 @@ def _holds_other_state(optimizer: torch.optim.Optimizer) -> bool:
     Whole-parameter updates use temporary full tensors. The inner state would be keyed by the tensors of one update and
     lost at the next. Such wrappers step on DTensors instead.
     """
-    inner: list[Any] = []
+    candidates: list[Any] = []
     for value in vars(optimizer).values():
-        inner += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(each, torch.optim.Optimizer) and each.state is not optimizer.state for each in inner)
+        if isinstance(value, dict):
+            candidates += value.values()
+        elif isinstance(value, list | tuple):
+            candidates += value
+        else:
+            candidates.append(value)
+    return any(isinstance(each, torch.optim.Optimizer) and each.state is not optimizer.state for each in candidates)
 
 
 def try_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
     """Find out how an optimizer can update sharded parameters, by trial updates with copies of the optimizer.
 
-    The optimizer, its parameters and the state of the CPU random number generator do not change. If the trial fails,
-    the kind is `TOGETHER`, which is right for every optimizer. If the optimizer wraps optimizers with their own state,
-    or if its step needs a closure, the kind is `DIRECT`.
+    The optimizer, its parameters and the state of the CPU random number generator do not change. If a trial update
+    raises an error, a warning is logged and the kind is `TOGETHER`, which is right for every optimizer. If the
+    optimizer wraps optimizers with their own state, or if its step needs a closure, the kind is `DIRECT`.
 
     Raises:
         TrialRefused: If the optimizer keeps its parameters, or their IDs, outside of its parameter groups and state. Also
@@ -135,19 +141,20 @@ def try_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
     shapes = [_choose_shapes(group["params"]) for group in optimizer.param_groups]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            whole = _Trial(optimizer, shapes)
-            whole.run(_step_together)
-            whole.check_references()
-            if not whole.has_changes():
+            reference = _Trial(optimizer, shapes)
+            reference.run(_step_together)
+            reference.check_references()
+            if not reference.has_changes():
                 raise TrialRefused(
                     f"in a trial of {_NUM_UPDATES} updates, it changed none of the parameters in its param_groups"
                 )
-            cut, apart = _Trial(optimizer, shapes, is_cut=True), _Trial(optimizer, shapes)
-            cut.run(_step_apart)
-            if whole.is_close_to(cut):
+            trial_of_shards = _Trial(optimizer, shapes, is_cut=True)
+            trial_of_shards.run(_step_separately)
+            if reference.is_close_to(trial_of_shards):
                 return UpdateKind.LOCAL
-            apart.run(_step_apart)
-            if whole.is_close_to(apart):
+            trial_of_owners = _Trial(optimizer, shapes)
+            trial_of_owners.run(_step_separately)
+            if reference.is_close_to(trial_of_owners):
                 return UpdateKind.OWNED
     except TrialRefused:
         raise
@@ -169,13 +176,13 @@ def try_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
 
 def _choose_shapes(parameters: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
     """Return small shapes that represent a group's parameters: at most two for each number of dimensions."""
-    chosen: dict[int, list[tuple[int, ...]]] = {}
+    shapes_by_ndim: dict[int, list[tuple[int, ...]]] = {}
     for parameter in parameters:
-        few = chosen.setdefault(parameter.ndim, [])
-        if len(few) < 2:
-            sizes = (*_SIZES, *(2 for _ in parameter.shape))
-            few.append(tuple(max(1, min(size, most)) for size, most in zip(parameter.shape, sizes)))
-    return [shape for few in chosen.values() for shape in few]
+        shapes = shapes_by_ndim.setdefault(parameter.ndim, [])
+        if len(shapes) < 2:
+            max_sizes = (*_MAX_SIZES, *(2 for _ in parameter.shape))  # at most 2 in the fifth and further dimensions
+            shapes.append(tuple(max(1, min(size, max_size)) for size, max_size in zip(parameter.shape, max_sizes)))
+    return [shape for shapes in shapes_by_ndim.values() for shape in shapes]
 
 
 class _Trial:
@@ -191,27 +198,27 @@ class _Trial:
         self, optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]], is_cut: bool = False
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        first = next(p for group in optimizer.param_groups for p in group["params"])
-        device, dtype = first.device, torch.float32
-        self._values: list[torch.Tensor] = []
-        self._changes: list[torch.Tensor] = []
-        self._parts: list[list[torch.nn.Parameter]] = []
+        device = next(p for group in optimizer.param_groups for p in group["params"]).device
         self._is_cut = is_cut
+        # Initial value, parts and total change of each small parameter. The changes are recorded after the updates.
+        self._values: list[torch.Tensor] = []
+        self._parts: list[list[torch.nn.Parameter]] = []
+        self._changes: list[torch.Tensor] = []
         groups: list[list[torch.nn.Parameter]] = []
-        for each in shapes:
-            own: list[torch.nn.Parameter] = []
-            for shape in each:
-                value = (torch.randn(shape, generator=generator) * 0.5).to(device, dtype)
+        for group_shapes in shapes:
+            groups.append([])
+            for shape in group_shapes:
+                value = (torch.randn(shape, generator=generator) * 0.5).to(device, torch.float32)
                 self._values.append(value)
                 self._parts.append([torch.nn.Parameter(part.clone()) for part in self._split_value(value)])
-                own += self._parts[-1]
-            groups.append(own)
+                groups[-1] += self._parts[-1]
         self.optimizer = copy_optimizer(optimizer, groups)
         for group in self.optimizer.param_groups:
             rate = group.get("lr")
-            if is_number(rate) and rate < _LEAST_RATE:
-                group["lr"] = torch.full_like(rate, _LEAST_RATE) if isinstance(rate, torch.Tensor) else _LEAST_RATE
-        self.parameters = [p for own in groups for p in own]
+            if is_number(rate) and rate < _MIN_LEARNING_RATE:
+                is_tensor = isinstance(rate, torch.Tensor)
+                group["lr"] = torch.full_like(rate, _MIN_LEARNING_RATE) if is_tensor else _MIN_LEARNING_RATE
+        self.parameters = [p for group_parameters in groups for p in group_parameters]
 
     def _split_value(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Return a list of the parts into which the trial cuts a tensor: halves along each of the first two dimensions.
@@ -222,7 +229,7 @@ class _Trial:
             return [value]
         parts = [value]
         for dim in range(min(2, value.ndim)):
-            parts = [piece for part in parts for piece in part.chunk(2, dim)]
+            parts = [half for part in parts for half in part.chunk(2, dim)]
         return parts
 
     def run(self, step: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -235,19 +242,19 @@ class _Trial:
         """
         generator = torch.Generator().manual_seed(1)
         torch.manual_seed(0)
-        constant = [torch.randn(value.shape, generator=generator) for value in self._values]
-        for number in range(_NUM_UPDATES):
-            scale = _SCALES[number % len(_SCALES)]
-            for value, parts, always in zip(self._values, self._parts, constant):
+        constant_grads = [torch.randn(value.shape, generator=generator) for value in self._values]
+        for index in range(_NUM_UPDATES):
+            scale = _SCALES[index % len(_SCALES)]
+            for value, parts, constant_grad in zip(self._values, self._parts, constant_grads):
                 noise = torch.randn(value.shape, generator=generator)
-                grad = ((always + 0.3 * noise) * scale).to(value.device)
-                for part, piece in zip(parts, self._split_value(grad)):
-                    part.grad = piece.clone()
+                grad = ((constant_grad + 0.3 * noise) * scale).to(value.device)
+                for part, part_grad in zip(parts, self._split_value(grad)):
+                    part.grad = part_grad.clone()
             with torch.enable_grad():
                 step(self.optimizer)
         for value, parts in zip(self._values, self._parts):
-            change = [part.detach() - piece for part, piece in zip(parts, self._split_value(value))]
-            self._changes.append(self._join_parts(value, change))
+            changes = [part.detach() - before for part, before in zip(parts, self._split_value(value))]
+            self._changes.append(self._join_parts(value, changes))
 
     def has_changes(self) -> bool:
         """Whether the trial updates changed any parameter."""
@@ -255,30 +262,33 @@ class _Trial:
 
     def is_close_to(self, other: "_Trial") -> bool:
         """Whether another trial made nearly equal changes to the parameters and to the numbers in parameter groups."""
-        is_alike = all(
-            not change.numel() or bool((change - theirs).abs().max() <= _TOLERANCE * change.abs().max())
-            for change, theirs in zip(self._changes, other._changes)
-        )
-        return is_alike and all(
-            math.isclose(value, found.get(name, math.inf), rel_tol=_TOLERANCE, abs_tol=1e-12)
-            for group, found in zip(self._list_numbers(), other._list_numbers())
-            for name, value in group.items()
-        )
+        for change, other_change in zip(self._changes, other._changes):
+            if change.numel() and not bool((change - other_change).abs().max() <= _TOLERANCE * change.abs().max()):
+                return False
+        for numbers, other_numbers in zip(self._list_numbers(), other._list_numbers()):
+            for name, number in numbers.items():
+                if not math.isclose(number, other_numbers.get(name, math.inf), rel_tol=_TOLERANCE, abs_tol=1e-12):
+                    return False
+        return True
 
     def _list_numbers(self) -> list[dict[str, float]]:
-        """Return the numbers in each parameter group, and those in the optimizer's attributes."""
-        every = [*self.optimizer.param_groups, vars(self.optimizer)]
+        """Return the finite numbers in each parameter group, and in the last dict those in the optimizer's attributes."""
         return [
-            {name: float(value) for name, value in each.items() if is_number(value) and math.isfinite(value)}
-            for each in every
+            {name: float(value) for name, value in values.items() if is_number(value) and math.isfinite(value)}
+            for values in [*self.optimizer.param_groups, vars(self.optimizer)]
         ]
 
-    def _join_parts(self, value: torch.Tensor, change: list[torch.Tensor]) -> torch.Tensor:
-        """Return the changes of a parameter's parts as one tensor of the parameter's shape."""
-        whole = torch.empty_like(value)
-        for part, piece in zip(change, self._split_value(whole)):
-            piece.copy_(part)
-        return whole
+    def _join_parts(self, value: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the parts into which the trial cuts a tensor as one new tensor.
+
+        Args:
+            value: Tensor with the shape of the result.
+            parts: Values of the parts, in the order of `_split_value`.
+        """
+        joined = torch.empty_like(value)
+        for target, part in zip(self._split_value(joined), parts):
+            target.copy_(part)
+        return joined
 
     def check_references(self) -> None:
         """Raise an error unless the optimizer refers to its parameters only in its groups and as keys of its state.
@@ -286,12 +296,11 @@ class _Trial:
         Raises:
             TrialRefused: If an attribute or a state contains parameters, their IDs or their data pointers.
         """
-        keys = {id(p) for p in self.parameters}
-        keys |= {p.data_ptr() for p in self.parameters}
-        if place := find_parameter_reference(self.optimizer, keys):
+        ids = {id(p) for p in self.parameters} | {p.data_ptr() for p in self.parameters}
+        if place := find_parameter_reference(self.optimizer, ids):
             raise TrialRefused(f"it keeps parameters, or their IDs, in {place}")
         for state in self.optimizer.state.values():
-            if contains_any(state, keys):
+            if contains_any(state, ids):
                 raise TrialRefused("its state refers to parameters, or to their IDs")
 
 
@@ -305,27 +314,32 @@ def copy_optimizer(optimizer: Any, groups: Sequence[Sequence[torch.nn.Parameter]
         optimizer: Optimizer to copy. Optimizers in its attributes are copied, too.
         groups: Parameters for each group of the copy.
     """
-    made = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): made}
-    memo[id(optimizer.param_groups)] = made_groups = []
-    for group, own in zip(optimizer.param_groups, groups):
-        options = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
-        names = {"param_names": [f"p{n}" for n in range(len(own))]} if "param_names" in group else {}
-        memo[id(group)] = {**options, **names, "params": list(own)}
-        made_groups.append(memo[id(group)])
-    _copy_attributes(optimizer, made, memo)
-    return made
+    duplicate = object.__new__(type(optimizer))
+    duplicate_groups: list[dict[str, Any]] = []
+    # Attributes that refer to the optimizer, its groups or their list shall refer to the copies of these.
+    memo: dict[int, Any] = {id(optimizer): duplicate, id(optimizer.param_groups): duplicate_groups}
+    for group, parameters in zip(optimizer.param_groups, groups):
+        duplicate_group = {
+            name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")
+        }
+        if "param_names" in group:
+            duplicate_group["param_names"] = [f"p{index}" for index in range(len(parameters))]
+        duplicate_group["params"] = list(parameters)
+        memo[id(group)] = duplicate_group
+        duplicate_groups.append(duplicate_group)
+    _copy_attributes(optimizer, duplicate, memo)
+    return duplicate
 
 
-def _copy_attributes(optimizer: Any, made: Any, memo: dict[int, Any]) -> None:
+def _copy_attributes(optimizer: Any, duplicate: Any, memo: dict[int, Any]) -> None:
     """Copy an optimizer's attributes, without hooks and state.
 
     Args:
         optimizer: Optimizer to copy.
-        made: Copy to which the attributes are added.
+        duplicate: Copy to which the attributes are added.
         memo: Copies that exist already, by the ID of the original, as for `copy.deepcopy`.
     """
-    attributes = vars(made)
+    attributes = vars(duplicate)
     for name, value in vars(optimizer).items():
         if name in _torch.EXCLUDED or name in _torch.EXCLUDED_LOADS:
             attributes[name] = OrderedDict()
@@ -333,11 +347,10 @@ def _copy_attributes(optimizer: Any, made: Any, memo: dict[int, Any]) -> None:
             attributes[name] = copy.copy(value)
             attributes[name].clear()
         elif isinstance(value, torch.optim.Optimizer):
-            inner = memo.get(id(value)) or object.__new__(type(value))
             if id(value) not in memo:
-                memo[id(value)] = inner
-                _copy_attributes(value, inner, memo)
-            attributes[name] = inner
+                memo[id(value)] = object.__new__(type(value))
+                _copy_attributes(value, memo[id(value)], memo)
+            attributes[name] = memo[id(value)]
         elif name != "step":  # a scheduler's wrapper around the original optimizer's step
             attributes[name] = copy.deepcopy(value, memo)
 
@@ -346,13 +359,13 @@ def _step_together(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _step_apart(optimizer: torch.optim.Optimizer) -> None:
+def _step_separately(optimizer: torch.optim.Optimizer) -> None:
     """Call the optimizer's step once for each parameter, as if each parameter were updated on another rank."""
     counters = CallCounters(optimizer)
-    every = [list(group["params"]) for group in optimizer.param_groups]
-    for number, own in enumerate(every):
-        for parameter in own:
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    for group_index, parameters in enumerate(groups):
+        for parameter in parameters:
             counters.rewind()
-            chosen = [[parameter] if at == number else [] for at in range(len(every))]
-            with replace_groups(optimizer, chosen):
+            tensors_by_group = [[parameter] if index == group_index else [] for index in range(len(groups))]
+            with replace_groups(optimizer, tensors_by_group):
                 optimizer.step()

@@ -25,30 +25,30 @@ class MatrixOptimizer(torch.optim.Optimizer):
             `functools.partial(torch.optim.Muon, lr=0.02)`.
 
     Raises:
-        ConfigError: If a parameter has fewer than two dimensions, or if `view` is neither "batch" nor "flatten".
+        ConfigError: If `params` is empty, if a parameter has fewer than two dimensions, or if `view` is neither "batch"
+            nor "flatten".
     """
 
     def __init__(self, params: Iterable[Any], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
-        given: list[Any] = list(params)
-        if not given:
+        entries: list[Any] = list(params)
+        if not entries:
             raise ConfigError("MatrixOptimizer got an empty parameter list; give it parameters, or parameter groups")
-        groups = [dict(each) for each in given] if isinstance(given[0], dict) else [{"params": given}]
+        groups = [dict(entry) for entry in entries] if isinstance(entries[0], dict) else [{"params": entries}]
         for group in groups:
             group["params"] = list(group["params"])
             _check_group(group)
-        stand_ins = [
+        # The wrapped optimizer gets its matrices at each step. Its constructor gets meta tensors in place of them.
+        placeholder_groups = [
             {name: value for name, value in group.items() if name not in ("params", "view")}
             | {"params": [torch.nn.Parameter(torch.empty(2, 2, device="meta")) for _ in group["params"]]}
             for group in groups
         ]
-        self._inner = make(stand_ins)
-        super().__init__(
-            [
-                {**{name: value for name, value in made.items() if name != "params"}, **group}
-                for made, group in zip(self._inner.param_groups, groups)
-            ],
-            dict(self._inner.defaults),
-        )
+        self._inner = make(placeholder_groups)
+        groups_with_defaults = [
+            {**{name: value for name, value in inner_group.items() if name != "params"}, **group}
+            for inner_group, group in zip(self._inner.param_groups, groups)
+        ]
+        super().__init__(groups_with_defaults, dict(self._inner.defaults))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -64,41 +64,52 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        inner, views = self._inner, list[tuple[torch.Tensor, list[torch.nn.Parameter]]]()
+        inner = self._inner
+        matrices_of: list[tuple[torch.Tensor, list[torch.nn.Parameter]]] = []  # pairs of (parameter, its matrices)
         # `add_param_group` or a load may have changed the number of groups.
         while len(inner.param_groups) < len(self.param_groups):
             inner.param_groups.append({**inner.param_groups[0]})
         inner.param_groups[len(self.param_groups) :] = []
-        for group, own in zip(self.param_groups, inner.param_groups):
-            found = [(p, _list_matrices(p, group)) for p in group["params"] if p.grad is not None]
-            own.update({name: value for name, value in group.items() if name not in ("params", "view", "param_names")})
-            own["params"] = [matrix for _, matrices in found for matrix in matrices]
-            views += found
-        # Views are new objects in each step, so their states are kept under the parameter between steps.
+        for group, inner_group in zip(self.param_groups, inner.param_groups):
+            inner_group.update(_select_options(group))
+            inner_group["params"] = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    matrices = _list_matrices(parameter, group)
+                    matrices_of.append((parameter, matrices))
+                    inner_group["params"] += matrices
+        # Matrices are new objects in each step, so their states are kept under the parameter between steps.
         inner.state.clear()
-        for parameter, matrices in views:
-            saved = self.state[parameter].get("matrices", [{} for _ in matrices])
-            inner.state.update({matrix: state for matrix, state in zip(matrices, saved) if state})
+        for parameter, matrices in matrices_of:
+            states = self.state[parameter].get("matrices", [{} for _ in matrices])
+            # Most optimizers initialize a parameter's state if it has no entry yet, so empty states are left out.
+            inner.state.update({matrix: state for matrix, state in zip(matrices, states) if state})
         inner.step()
-        for parameter, matrices in views:
+        for parameter, matrices in matrices_of:
             if not parameter.is_contiguous():  # as in channels_last: a matrix of it can be a copy
                 parameter.copy_(torch.stack([matrix.detach() for matrix in matrices]).view(parameter.shape))
-        for group, own in zip(self.param_groups, inner.param_groups):
-            group.update({name: value for name, value in own.items() if name not in ("params", "view", "param_names")})
-            own["params"] = []
-        for parameter, matrices in views:
+        for group, inner_group in zip(self.param_groups, inner.param_groups):
+            group.update(_select_options(inner_group))  # the step may have changed them
+            inner_group["params"] = []
+        for parameter, matrices in matrices_of:
             self.state[parameter]["matrices"] = [inner.state[matrix] for matrix in matrices]
         inner.state.clear()
         return loss
 
 
+def _select_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a group of the wrapper has in common with a group of the wrapped optimizer."""
+    return {name: value for name, value in group.items() if name not in ("params", "view", "param_names")}
+
+
 def _check_group(group: dict[str, Any]) -> None:
+    """Raise `ConfigError` if a group's option `view` is unknown, or if a parameter has fewer than two dimensions."""
     if group.get("view") not in (None, _FLATTEN, _BATCH):
         raise ConfigError(f"view={group['view']!r}; allowed: {_BATCH!r}, {_FLATTEN!r}, or None for the usual one")
-    small = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
-    if small:
+    vectors = [tuple(p.shape) for p in group["params"] if p.ndim < 2]
+    if vectors:
         raise ConfigError(
-            f"MatrixOptimizer got {len(small)} parameters with fewer than two dimensions (as {small[0]}); give these to another "
+            f"MatrixOptimizer got {len(vectors)} parameters with fewer than two dimensions (as {vectors[0]}); give these to another "
             "optimizer, such as AdamW"
         )
 
@@ -114,12 +125,14 @@ def _list_matrices(parameter: torch.Tensor, group: dict[str, Any]) -> list[torch
     """
     grad = parameter.grad
     assert grad is not None
-    if parameter.ndim > 2 and (group.get("view") or (_BATCH if parameter.ndim == 3 else _FLATTEN)) == _BATCH:
+    default_view = _BATCH if parameter.ndim == 3 else _FLATTEN
+    view = group.get("view") or default_view
+    if view == _BATCH and parameter.ndim > 2:
         values = parameter.detach().flatten(0, -3).unbind(0)
         grads = grad.flatten(0, -3).unbind(0)
     else:
         values, grads = (parameter.detach().flatten(1),), (grad.flatten(1),)
-    made = [torch.nn.Parameter(value) for value in values]
-    for matrix, part in zip(made, grads):
-        matrix.grad = part
-    return made
+    matrices = [torch.nn.Parameter(value) for value in values]
+    for matrix, matrix_grad in zip(matrices, grads):
+        matrix.grad = matrix_grad
+    return matrices

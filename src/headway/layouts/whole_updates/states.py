@@ -17,10 +17,8 @@ def map_state(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return (
-            type(value)({key: map_state(change, item) for key, item in value.items()}) if type(value) is dict else value
-        )
+    if type(value) is dict:
+        return {key: map_state(change, item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)([map_state(change, item) for item in value])
     return value
@@ -36,34 +34,38 @@ def describe_state(value: Any) -> Any:
     )
 
 
-def make_pieces(told: Any, held: Any, owner: int, rank: int) -> Any:
+def make_pieces(description: Any, state: Any, owner: int, rank: int) -> Any:
     """Return a state whose tensors are `ShardPiece` objects of a checkpoint, with values only on the owner.
 
-    Tensors without elements are new empty tensors instead. Scalars are those of `held` on the owner, and those of
-    `told` on other ranks.
+    Tensors without elements are new empty tensors instead. Scalars are those of `state` on the owner, and those of
+    `description` on other ranks.
 
     Args:
-        told: Description of the state, as `describe_state` returns it.
-        held: State on the owner. Other ranks may pass None.
+        description: Description of the state, as `describe_state` returns it on the owner.
+        state: State on the owner. Other ranks may pass None.
         owner: Rank that has the state and writes it to the checkpoint.
         rank: Rank of this process.
     """
-    if isinstance(told, TensorSpec):
-        split = TensorSplit(tuple((size,) for size in told.shape), (owner,))
-        if 0 in told.shape:
-            return torch.empty(told.shape, dtype=told.dtype)
-        if rank != owner:
-            return ShardPiece(told.shape, told.dtype, (), None, split)
-        box = TensorBox((0,) * len(told.shape), held.detach(), True)
-        return ShardPiece(told.shape, told.dtype, (box,), held.detach(), split)
-    if rank == owner and not isinstance(told, dict | list | tuple):
-        return held
-    if type(told) is dict:
-        return {key: make_pieces(item, held[key] if rank == owner else None, owner, rank) for key, item in told.items()}
-    if type(told) in (list, tuple):
-        items = zip(told, held) if rank == owner else ((item, None) for item in told)
-        return type(told)([make_pieces(item, own, owner, rank) for item, own in items])
-    return told
+    is_owner = rank == owner
+    if isinstance(description, TensorSpec):
+        shape, dtype = description.shape, description.dtype
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        split = TensorSplit(tuple((size,) for size in shape), (owner,))
+        if not is_owner:
+            return ShardPiece(shape, dtype, (), None, split)
+        box = TensorBox((0,) * len(shape), state.detach(), True)
+        return ShardPiece(shape, dtype, (box,), state.detach(), split)
+    if is_owner and not isinstance(description, dict | list | tuple):
+        return state
+    if type(description) is dict:
+        return {
+            key: make_pieces(item, state[key] if is_owner else None, owner, rank) for key, item in description.items()
+        }
+    if type(description) in (list, tuple):
+        items = state if is_owner else [None] * len(description)
+        return type(description)([make_pieces(part, item, owner, rank) for part, item in zip(description, items)])
+    return description
 
 
 def wrap_local_state(value: Any, parameter: torch.Tensor) -> Any:
@@ -71,15 +73,14 @@ def wrap_local_state(value: Any, parameter: torch.Tensor) -> Any:
 
     Tensors of other shapes, scalars and DTensors are kept.
     """
-    shape = dtensors.get_local_shard(parameter).shape
-    return map_state(
-        lambda tensor: (
-            replace_local(parameter, tensor, parameter.stride())  # type: ignore[arg-type]
-            if tensor.ndim and tensor.shape == shape and not is_dtensor(tensor)
-            else tensor
-        ),
-        value,
-    )
+    shard_shape = dtensors.get_local_shard(parameter).shape
+
+    def wrap_shard(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim and tensor.shape == shard_shape and not is_dtensor(tensor):
+            return replace_local(parameter, tensor, parameter.stride())  # type: ignore[arg-type]
+        return tensor
+
+    return map_state(wrap_shard, value)
 
 
 def unwrap_local_state(value: Any) -> Any:
@@ -90,14 +91,14 @@ def unwrap_local_state(value: Any) -> Any:
     return map_state(dtensors.get_local_shard, value)
 
 
-def list_spread(value: Any) -> list[torch.Tensor]:
+def list_dtensors(value: Any) -> list[torch.Tensor]:
     """Return the DTensors in an optimizer state and in its dicts, lists and tuples, in the order of the entries."""
-    found: list[torch.Tensor] = []
+    dtensors_in_state: list[torch.Tensor] = []
 
-    def record_spread(tensor: torch.Tensor) -> torch.Tensor:
+    def record_dtensor(tensor: torch.Tensor) -> torch.Tensor:
         if is_dtensor(tensor):
-            found.append(tensor)
+            dtensors_in_state.append(tensor)
         return tensor
 
-    map_state(record_spread, value)
-    return found
+    map_state(record_dtensor, value)
+    return dtensors_in_state

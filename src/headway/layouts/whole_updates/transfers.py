@@ -25,7 +25,7 @@ Boxes are padded to multiples of it, so that views of any dtype are aligned.
 """
 
 
-def list_own_views(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:
+def list_local_views(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:
     """Return this rank's boxes (rectangular parts) of a tensor as views of its memory. A plain tensor is one box."""
     local = get_local_shard(tensor).detach()
     if not is_dtensor(tensor):
@@ -42,8 +42,8 @@ class TensorPlan:
         shape: Shape of the full tensor.
         dtype: Dtype of the tensor.
         owner: Rank to which the tensor is gathered.
-        boxes: Boxes of each rank.
-        senders: Rank that sends each box to the owner.
+        boxes: Boxes of each rank, by rank.
+        senders: Rank that sends each box to the owner, by box.
     """
 
     shape: tuple[int, ...]
@@ -59,14 +59,14 @@ def make_plan(tensor: torch.Tensor, owner: int, boxes: Sequence[Sequence[Box]]) 
     Args:
         tensor: This rank's tensor or DTensor.
         owner: Rank to which the tensor is gathered.
-        boxes: Boxes of each rank.
+        boxes: Boxes of each rank, by rank.
     """
-    holders: dict[Box, list[int]] = {}
-    for rank, own in enumerate(boxes):
-        for box in own:
-            holders.setdefault(box, []).append(rank)
+    ranks_by_box: dict[Box, list[int]] = {}
+    for rank, boxes_of_rank in enumerate(boxes):
+        for box in boxes_of_rank:
+            ranks_by_box.setdefault(box, []).append(rank)
     # If replicas are on several machines, the rank that is nearest to the owner is often on its machine.
-    senders = {box: min(ranks, key=lambda rank: (abs(rank - owner), rank)) for box, ranks in holders.items()}
+    senders = {box: min(ranks, key=lambda rank: (abs(rank - owner), rank)) for box, ranks in ranks_by_box.items()}
     return TensorPlan(tuple(tensor.shape), tensor.dtype, owner, tuple(map(tuple, boxes)), senders)
 
 
@@ -93,7 +93,10 @@ class PendingTransfer:
 
 
 class Transfers:
-    """Transfers of tensors between their shards and the ranks that own them.
+    """Transfers of tensors between their shards and the ranks that own them, and back.
+
+    A message between two ranks contains the boxes in the order of the plans, without headers. Both ranks compute the
+    same order from the plans.
 
     Args:
         everyone: Collectives over all ranks that have shards of the tensors.
@@ -113,16 +116,16 @@ class Transfers:
             plans: Plans of the tensors, equal on all ranks.
             tensors: This rank's tensors or shards.
         """
-        sent: list[list[torch.Tensor]] = [[] for _ in range(self._num_ranks)]
-        expected = [0] * self._num_ranks
+        outgoing: list[list[torch.Tensor]] = [[] for _ in range(self._num_ranks)]
+        incoming_bytes = [0] * self._num_ranks
         for plan, tensor in zip(plans, tensors):
-            views = list_own_views(tensor)
+            views = list_local_views(tensor)
             for box, sender in plan.senders.items():
                 if sender == self._rank:
-                    sent[plan.owner].append(views[box])
+                    outgoing[plan.owner].append(views[box])
                 if plan.owner == self._rank:
-                    expected[sender] += _count_bytes(box, plan.dtype)
-        return self._start_exchange(sent, expected, tensors)
+                    incoming_bytes[sender] += _count_bytes(box, plan.dtype)
+        return self._start_exchange(outgoing, incoming_bytes, get_local_shard(tensors[0]).device)
 
     def finish_gather(self, plans: Sequence[TensorPlan], pending: PendingTransfer) -> list[torch.Tensor | None]:
         """Wait for a gather, and return the full tensors that this rank owns, with None in place of all others.
@@ -132,23 +135,23 @@ class Transfers:
             pending: Return value of `start_gather`.
         """
         received = pending.wait()
-        found: list[torch.Tensor | None] = [
+        full_tensors: list[torch.Tensor | None] = [
             torch.empty(plan.shape, dtype=plan.dtype, device=received.device) if plan.owner == self._rank else None
             for plan in plans
         ]
         position = 0
-        for rank in range(self._num_ranks):
-            for plan, whole in zip(plans, found):
-                if whole is None:
+        for rank in range(self._num_ranks):  # the buffer contains the messages in the order of their senders
+            for plan, full_tensor in zip(plans, full_tensors):
+                if full_tensor is None:
                     continue
                 for box, sender in plan.senders.items():
                     if sender == rank:
-                        whole[make_slices(*box)].copy_(_read_box(received, position, box, plan.dtype))
+                        full_tensor[make_slices(*box)].copy_(_read_box(received, position, box, plan.dtype))
                         position += _count_bytes(box, plan.dtype)
-        return found
+        return full_tensors
 
     def start_scatter(
-        self, plans: Sequence[TensorPlan], found: Sequence[torch.Tensor | None], device: torch.device
+        self, plans: Sequence[TensorPlan], full_tensors: Sequence[torch.Tensor | None], device: torch.device
     ) -> PendingTransfer:
         """Start sending boxes (rectangular parts) of full tensors to the ranks whose shards contain these boxes.
 
@@ -156,17 +159,17 @@ class Transfers:
 
         Args:
             plans: Plans of the tensors, equal on all ranks.
-            found: Full tensors that this rank owns, and None for the others.
+            full_tensors: Full tensors that this rank owns, and None for the others.
             device: Device of the tensors.
         """
-        sent: list[list[torch.Tensor]] = [[] for _ in range(self._num_ranks)]
-        expected = [0] * self._num_ranks
-        for plan, whole in zip(plans, found):
-            if whole is not None:
+        outgoing: list[list[torch.Tensor]] = [[] for _ in range(self._num_ranks)]
+        incoming_bytes = [0] * self._num_ranks
+        for plan, full_tensor in zip(plans, full_tensors):
+            if full_tensor is not None:
                 for rank, boxes in enumerate(plan.boxes):
-                    sent[rank] += [whole[make_slices(*box)] for box in boxes]
-            expected[plan.owner] += sum(_count_bytes(box, plan.dtype) for box in plan.boxes[self._rank])
-        return self._start_exchange(sent, expected, [torch.empty(0, device=device)])
+                    outgoing[rank] += [full_tensor[make_slices(*box)] for box in boxes]
+            incoming_bytes[plan.owner] += sum(_count_bytes(box, plan.dtype) for box in plan.boxes[self._rank])
+        return self._start_exchange(outgoing, incoming_bytes, device)
 
     def finish_scatter(
         self, plans: Sequence[TensorPlan], pending: PendingTransfer, tensors: Sequence[torch.Tensor]
@@ -182,36 +185,37 @@ class Transfers:
         for owner in range(self._num_ranks):
             for plan, tensor in zip(plans, tensors):
                 if plan.owner == owner:
-                    views = list_own_views(tensor)
+                    views = list_local_views(tensor)
                     for box in plan.boxes[self._rank]:
                         views[box].copy_(_read_box(received, position, box, plan.dtype))
                         position += _count_bytes(box, plan.dtype)
 
     def _start_exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], expected: list[int], tensors: Sequence[torch.Tensor]
+        self, outgoing: Sequence[Sequence[torch.Tensor]], incoming_bytes: list[int], device: torch.device
     ) -> PendingTransfer:
         """Start an all-to-all of bytes.
 
         Args:
-            sent: Tensors to send to each rank.
-            expected: Number of bytes to receive from each rank.
-            tensors: Tensors of the transfer. The first one determines the device of the buffers.
+            outgoing: Tensors to send to each rank, by rank.
+            incoming_bytes: Number of bytes to receive from each rank, by rank.
+            device: Device of the buffers.
         """
-        device = get_local_shard(tensors[0]).device
-        flat = [part for parts in sent for view in parts for part in _to_bytes(view)]
+        flat = [part for tensors in outgoing for tensor in tensors for part in _to_bytes(tensor)]
         message = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
-        sizes = [sum(_round_up(view.numel() * view.dtype.itemsize) for view in parts) for parts in sent]
-        received = torch.empty(sum(expected), dtype=torch.uint8, device=device)
+        outgoing_bytes = [sum(_round_up(tensor.nbytes) for tensor in tensors) for tensors in outgoing]
+        received = torch.empty(sum(incoming_bytes), dtype=torch.uint8, device=device)
         group = self._everyone.get_group(message)
-        work = dist.all_to_all_single(received, message, expected, sizes, group=group, async_op=True)
+        work = dist.all_to_all_single(received, message, incoming_bytes, outgoing_bytes, group=group, async_op=True)
         return PendingTransfer(work, received, message)
 
 
 def _round_up(num_bytes: int) -> int:
+    """Return the smallest multiple of `_ALIGNMENT` that is not smaller than a number of bytes."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _count_bytes(box: Box, dtype: torch.dtype) -> int:
+    """Return the number of bytes of a box in a message, with padding."""
     return _round_up(prod(box[1]) * dtype.itemsize)
 
 
@@ -219,8 +223,8 @@ def _to_bytes(view: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the values of a box as bytes, and then padding bytes if they are needed."""
     flat = view.contiguous().reshape(-1).view(torch.uint8)
     yield flat
-    if rest := _round_up(flat.numel()) - flat.numel():
-        yield flat.new_zeros(rest)
+    if num_padding_bytes := _round_up(flat.numel()) - flat.numel():
+        yield flat.new_zeros(num_padding_bytes)
 
 
 def _read_box(received: torch.Tensor, position: int, box: Box, dtype: torch.dtype) -> torch.Tensor:

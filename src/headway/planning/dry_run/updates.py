@@ -19,7 +19,7 @@ from headway.core.training.forecast_types import MakeOptimizer
 from headway.errors import StateError
 from headway.forecasting.tracing.fake import fill_model
 from headway.forecasting.tracing.reads import answer_reads
-from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_known_class
+from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_kind_of_class
 from headway.layouts.whole_updates.updates import choose_kind, choose_owners
 from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning._torch import FakeTensorMode, disable_current_modes
@@ -172,4 +172,4 @@ def find_fullest_owner(
 
 
 def _is_known_direct(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, type) and find_known_class(optimizer) in (UpdateKind.DIRECT, UpdateKind.LOCAL)
+    return isinstance(optimizer, type) and find_kind_of_class(optimizer) in (UpdateKind.DIRECT, UpdateKind.LOCAL)
