@@ -421,7 +421,7 @@ def changing_batches() -> None:
         batch = {"x": make_tokens(rows=4), "step": step, "names": ["a", "b", "c", f"d{step}"]}
         loss = accelerator.forward_backward(batch, lambda piece: mean_square(model, piece["x"]))
         assert abs(loss.item() - mean_square(plain, make_tokens(rows=4)).item()) < 2e-6
-    found = accelerator.strategy._pipe._known
+    found = accelerator.strategy._runner._activations
     assert len(found) == 2
     known.CAPACITY = 256
     accelerator.end_training()

@@ -57,11 +57,11 @@ def prepare_pippy(
     model.eval()
     if collectives.world_size == 1:
         return model.to(runtime.device)
-    named = (no_split_module_classes,) if isinstance(no_split_module_classes, str) else no_split_module_classes
+    block_classes = (no_split_module_classes,) if isinstance(no_split_module_classes, str) else no_split_module_classes
     options = PipelineOptions(
         num_microbatches=num_chunks or collectives.world_size,
         split=() if split_points == "auto" else tuple(split_points),
-        blocks=tuple(named or ()),
+        blocks=tuple(block_classes or ()),
     )
     strategy = PipelineStrategy(collectives, Layout(pp=collectives.world_size), options)
     strategy.setup_model(model)

@@ -27,17 +27,20 @@ from headway.layouts.pipeline.runner import (
 )
 
 
-class ReturnedOutputs:
+class OutputGradients:
     """Gradients that the script's backward computes for the outputs of one call of the model.
 
+    The autograd graph of the outputs holds this object, so it is deleted once the script has dropped the outputs.
+
     Attributes:
-        grads: Gradient of each output. None: backward has not reached the outputs.
+        grads: Gradient of each output that requires one, or None for an output that backward has not reached. None:
+            backward has reached no output.
     """
 
     grads: tuple[torch.Tensor | None, ...] | None = None
 
 
-class _HandOver(torch.autograd.Function):
+class _DetachedOutputs(torch.autograd.Function):
     """Autograd function that returns outputs to the script, detached from the graph of the stages.
 
     The script's autograd graph begins at these outputs. The script's backward ends there, and stores their gradients.
@@ -45,15 +48,23 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, returned: ReturnedOutputs, *values: torch.Tensor
+        ctx: Any, anchor: torch.Tensor, output_grads: OutputGradients, *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.returned = returned
+        """Return the values as new tensors that require gradients.
+
+        Args:
+            ctx: Context of the autograd function.
+            anchor: Tensor that requires gradients, without which autograd would record nothing.
+            output_grads: Object that backward fills.
+            values: Outputs of the model.
+        """
+        ctx.output_grads = output_grads
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.returned.grads = grads
+        ctx.output_grads.grads = grads
         return (None, None, *[None] * len(grads))
 
 
@@ -62,28 +73,30 @@ class PendingForward:
     """Record of a model call whose backward might still run.
 
     Attributes:
-        returned: Weak reference to the gradients of the outputs. It is dead once the script has dropped the outputs.
-        batch: Autograd graphs of the micro-batches. None: backward has run.
-        whole: Outputs that require gradients, with their autograd graph. Empty except on the last stage.
-        joined: Outputs of the last block for the entire batch. They are leaves of the autograd graph of `whole`. Empty
-            except on the last stage.
+        output_grads: Weak reference to the gradients of the outputs. It is dead once the script has dropped the
+            outputs.
+        stage_graphs: Batch whose stages hold the autograd graphs of the micro-batches. None: backward has run.
+        outputs: Outputs of the model that require gradients, with the autograd graph of the computation after the
+            blocks. Empty except on the last stage, and after backward.
+        block_outputs: Outputs of the last block for the entire batch. They are leaves of the autograd graph of
+            `outputs`. Empty except on the last stage, and after backward.
     """
 
-    returned: "weakref.ref[ReturnedOutputs]"
-    batch: PipelineBatch | None
-    whole: list[torch.Tensor]
-    joined: list[torch.Tensor]
+    output_grads: "weakref.ref[OutputGradients]"
+    stage_graphs: PipelineBatch | None
+    outputs: list[torch.Tensor]
+    block_outputs: list[torch.Tensor]
 
 
 class PlainCalls:
-    """Runner for direct calls of a pipelined model, and for the backward of their outputs.
+    """Direct calls of a pipelined model, and the backward of their outputs.
 
     Args:
-        pipe: Runner of the model's pipeline.
+        runner: Runner of the model's pipeline.
     """
 
-    def __init__(self, pipe: PipelineRunner) -> None:
-        self._pipe = pipe
+    def __init__(self, runner: PipelineRunner) -> None:
+        self._runner = runner
         self._pending: list[PendingForward] = []
 
     # ---------------------------------------------------------------- forward
@@ -103,66 +116,84 @@ class PlainCalls:
         Raises:
             UnsupportedError: If gradients are needed and the schedule is not GPipe.
         """
-        pipe = self._pipe
-        learns = torch.is_grad_enabled() and any(p.requires_grad for p in pipe.model.parameters())
-        if learns and pipe.options.schedule != "gpipe":
+        runner = self._runner
+        needs_grads = torch.is_grad_enabled() and any(p.requires_grad for p in runner.model.parameters())
+        if needs_grads and runner.options.schedule != "gpipe":
             raise UnsupportedError(
-                f"PipelineOptions(schedule={pipe.options.schedule!r}) runs forward and backward in turn, so {pipe.route.kind} cannot "
-                "be called with gradients; use accelerator.forward_backward(batch, fn), or schedule='gpipe'"
+                f"PipelineOptions(schedule={runner.options.schedule!r}) runs forward and backward in turn, so {runner.router.kind} "
+                "cannot be called with gradients; use accelerator.forward_backward(batch, fn), or schedule='gpipe'"
             )
-        activation, found, joined, batch = self._forward(call, args, kwargs)
+        description, outputs, block_outputs, batch = self._forward(call, args, kwargs)
         if not is_shared:
-            return activation.fill_slots(found) if pipe.is_last else None
-        return self._share_outputs(activation, found, joined, batch, learns)
+            return description.fill_slots(outputs) if runner.is_last else None
+        return self._share_outputs(description, outputs, block_outputs, batch, needs_grads)
 
     def _forward(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], PipelineBatch]:
-        pipe, last = self._pipe, self._pipe.num_stages - 1
-        pieces = pipe.split_call(args, kwargs)
+        """Run the blocks in micro-batches, and on the last stage the rest of the model on the entire batch.
+
+        Args:
+            call: The model's original `__call__`.
+            args: Positional arguments for the entire batch.
+            kwargs: Keyword arguments for the entire batch.
+
+        Returns:
+            Tuple of (description of the outputs, output tensors, outputs of the last block for the entire batch, batch
+                with the autograd graphs of this rank's stages). Both lists are empty except on the last stage.
+
+        Raises:
+            HeadwayError: On the other ranks, if a stage fails. The rank of that stage raises the original error.
+        """
+        runner, last = self._runner, self._runner.num_stages - 1
+        micro_batches = runner.split_call(args, kwargs)
 
         def compute_stage(stage_index: int, number: int, received: Tree) -> Tree:
-            given, named = pieces[number]
+            micro_args, micro_kwargs = micro_batches[number]
             stage_rng.seed_micro_batch(stage_index, number)
-            return pipe.route.run(stage_index, received, lambda: call(*given, **named))
+            return runner.router.run(stage_index, received, lambda: call(*micro_args, **micro_kwargs))
 
         failure: Exception | None = None
         result: Any = None
-        joined: list[torch.Tensor] = []
-        with isolate_generators(pipe.group.runtime.hardware) as stage_rng:
-            batch = pipe.begin_batch(pieces, compute_stage, "plain")
+        block_outputs: list[torch.Tensor] = []
+        with isolate_generators(runner.group.runtime.hardware) as stage_rng:
+            batch = runner.begin_batch(micro_batches, compute_stage, "plain")
             self._run_forwards(batch)
-            if pipe.is_last:
+            if runner.is_last:
                 try:
-                    received, joined = self._join_micro_batches(batch, pieces)
+                    received, block_outputs = self._join_micro_batches(batch, micro_batches)
                     stage_rng.seed_micro_batch(last, batch.num_microbatches)
-                    result = pipe.route.run(last, received, lambda: call(*args, **kwargs), goes_on=True, is_tail=True)
+                    result = runner.router.run(
+                        last, received, lambda: call(*args, **kwargs), runs_to_end=True, is_after_blocks=True
+                    )
                 except Exception as error:
                     failure = error
-        answers = pipe.group.gather_objects((stage_rng.used, pipe.make_answer(result, failure)))
-        advance_generators(set().union(*(used for used, _ in answers)), pipe.device)
-        _, (activation, problem) = answers[pipe.last_rank]
+        gathered = runner.group.gather_objects((stage_rng.used, runner.make_result(result, failure)))
+        advance_generators(set().union(*(used for used, _ in gathered)), runner.device)
+        _, (description, error_of_last_stage) = gathered[runner.last_rank]
         if failure is not None:  # the original error, with its traceback
             raise failure
-        if problem is not None:
-            raise rebuild_error(problem, last, pipe.last_rank)
-        return activation, list(list_tensors(result)), joined, batch
+        if error_of_last_stage is not None:
+            raise rebuild_error(error_of_last_stage, last, runner.last_rank)
+        return description, list(list_tensors(result)), block_outputs, batch
 
     def _run_forwards(self, batch: PipelineBatch) -> None:
         """Run the forwards of those micro-batches that `PipelineRunner.begin_batch` has not already run."""
         if len(batch.stages) > 1:
-            self._pipe.run_schedule(batch, has_backward=False)
+            self._runner.run_schedule(batch, has_backward=False)
             return
         (stage,) = batch.stages.values()
-        sent: list[dist.Work] = []
+        sends: list[dist.Work] = []
         for number in range(batch.num_microbatches):
-            if number not in batch.ahead:
+            if number not in batch.precomputed:
                 wait_for_transfers(start_transfers(stage.get_fwd_recv_ops(number)))
                 stage.compute(number)
-                sent += start_transfers(stage.get_fwd_send_ops(number))
-        wait_for_transfers(sent)
+                sends += start_transfers(stage.get_fwd_send_ops(number))
+        wait_for_transfers(sends)
 
-    def _join_micro_batches(self, batch: PipelineBatch, pieces: Sequence[Tree]) -> tuple[Tree, list[torch.Tensor]]:
+    def _join_micro_batches(
+        self, batch: PipelineBatch, micro_batches: Sequence[Tree]
+    ) -> tuple[Tree, list[torch.Tensor]]:
         """Concatenate the outputs of the model's last block over all micro-batches.
 
         Return the concatenated tree of tensors, and a list of its tensors.
@@ -170,99 +201,119 @@ class PlainCalls:
         Raises:
             UnsupportedError: If an output does not have one row per sample of its micro-batch.
         """
-        stage = batch.stages[self._pipe.num_stages - 1]
+        stage = batch.stages[self._runner.num_stages - 1]
         is_split = batch.num_microbatches > 1
-        parts = [
+        outputs = [
             stage.activations[number].fill_slots([tensor.detach() for tensor in stage.outputs[number]])
             for number in range(batch.num_microbatches)
         ]
-        for part, piece in zip(parts, pieces):
-            rows = find_batch_size(piece)
-            odd = next((t for t in list_tensors(part) if is_split and (t.ndim == 0 or t.shape[0] != rows)), None)
-            if odd is not None:
+        for output, micro_batch in zip(outputs, micro_batches):
+            rows = find_batch_size(micro_batch)
+            misfit = next((t for t in list_tensors(output) if is_split and (t.ndim == 0 or t.shape[0] != rows)), None)
+            if misfit is not None:
                 raise UnsupportedError(
-                    f"a block of {self._pipe.route.kind} returns a tensor of shape {tuple(odd.shape)} for {rows} rows, so "
+                    f"a block of {self._runner.router.kind} returns a tensor of shape {tuple(misfit.shape)} for {rows} rows, so "
                     "micro-batches cannot be joined along their rows; use accelerator.forward_backward(batch, fn), or "
                     "PipelineOptions(num_microbatches=1)"
                 )
-        whole = concatenate(parts) if is_split else parts[0]
-        learning = iter([t.requires_grad for t in stage.outputs[0]])
-        whole = map_tensors(lambda t: t.requires_grad_(next(learning) and torch.is_grad_enabled()), whole)
-        return whole, list(list_tensors(whole))
+        joined = concatenate(outputs) if is_split else outputs[0]
+        requires_grad = iter([tensor.requires_grad for tensor in stage.outputs[0]])
+        joined = map_tensors(lambda t: t.requires_grad_(next(requires_grad) and torch.is_grad_enabled()), joined)
+        return joined, list(list_tensors(joined))
 
     def _share_outputs(
-        self, activation: Any, found: list[torch.Tensor], joined: list[torch.Tensor], batch: PipelineBatch, learns: bool
+        self,
+        description: Any,
+        outputs: list[torch.Tensor],
+        block_outputs: list[torch.Tensor],
+        batch: PipelineBatch,
+        needs_grads: bool,
     ) -> Any:
         """Broadcast the last stage's outputs to all ranks, prepare their backward, and return them.
 
         Args:
-            activation: Description of the outputs.
-            found: Tensors of the outputs. Empty except on the last stage.
-            joined: Outputs of the last block for the entire batch. Empty except on the last stage.
-            batch: Autograd graphs of the micro-batches.
-            learns: Whether gradients are needed.
+            description: Description of the outputs, a `StageActivation`.
+            outputs: Tensors of the outputs. Empty except on the last stage.
+            block_outputs: Outputs of the last block for the entire batch. Empty except on the last stage.
+            batch: Batch whose stages hold the autograd graphs of the micro-batches.
+            needs_grads: Whether gradients are needed.
         """
-        pipe = self._pipe
-        values = [t.detach().contiguous() for t in found] if pipe.is_last else activation.allocate_buffers(pipe.device)
-        pipe.group.broadcast_in_place(values, pipe.last_rank)
-        learning = [number for number, meta in enumerate(activation.metas) if meta[2] and learns]
-        if learning:
-            self._pending = [each for each in self._pending if each.returned() is not None]
-            returned, anchor = ReturnedOutputs(), torch.zeros((), device=pipe.device, requires_grad=True)
-            handed = _HandOver.apply(anchor, returned, *(values[number] for number in learning))  # type: ignore[no-untyped-call]
-            for number, value in zip(learning, handed):
-                values[number] = value
-            whole = [found[number] for number in learning] if pipe.is_last else []
-            self._pending.append(PendingForward(weakref.ref(returned), batch, whole, joined))
-        return activation.fill_slots(values)
+        runner = self._runner
+        if runner.is_last:
+            values = [tensor.detach().contiguous() for tensor in outputs]
+        else:
+            values = description.allocate_buffers(runner.device)
+        runner.group.broadcast_in_place(values, runner.last_rank)
+        indices = [index for index, (_, _, requires_grad) in enumerate(description.metas) if requires_grad]
+        if needs_grads and indices:
+            self._pending = [pending for pending in self._pending if pending.output_grads() is not None]
+            output_grads, anchor = OutputGradients(), torch.zeros((), device=runner.device, requires_grad=True)
+            leaves = _DetachedOutputs.apply(anchor, output_grads, *(values[index] for index in indices))  # type: ignore[no-untyped-call]
+            for index, leaf in zip(indices, leaves):
+                values[index] = leaf
+            own_outputs = [outputs[index] for index in indices] if runner.is_last else []
+            self._pending.append(PendingForward(weakref.ref(output_grads), batch, own_outputs, block_outputs))
+        return description.fill_slots(values)
 
     # ---------------------------------------------------------------- backward
 
-    def list_pending(self) -> list[tuple[PendingForward, ReturnedOutputs | None]]:
+    def list_pending(self) -> list[tuple[PendingForward, OutputGradients | None]]:
         """Return the model calls whose backward might still run.
+
+        Call it before the script's backward, and pass the result to `backward` afterwards. Meanwhile, the result keeps
+        the gradients alive.
 
         Returns:
             Pairs of (call, gradients of its outputs). The gradients are None if the script has dropped the outputs.
         """
-        return [(each, each.returned()) for each in self._pending]
+        return [(pending, pending.output_grads()) for pending in self._pending]
 
-    def backward(self, held: list[tuple[PendingForward, ReturnedOutputs | None]], is_kept: bool) -> None:
+    def backward(self, calls: list[tuple[PendingForward, OutputGradients | None]], retains_graph: bool) -> None:
         """Continue backward through the stages, for each call whose outputs the script's backward has reached.
 
+        The calls are processed in reverse order, as in autograd.
+
         Args:
-            held: Calls that `list_pending` returned before the script's backward.
-            is_kept: Whether the script's backward keeps its graph (`retain_graph=True`), which is not supported.
+            calls: Calls that `list_pending` returned before the script's backward.
+            retains_graph: Whether the script's backward keeps its graph (`retain_graph=True`), which is not supported.
 
         Raises:
             StateError: If the script's backward reached a call for the second time, or keeps its graph.
         """
-        for pending, returned in reversed(held):
-            if returned is None or returned.grads is None:
+        for pending, output_grads in reversed(calls):
+            if output_grads is None or output_grads.grads is None:
                 continue
-            grads, returned.grads = returned.grads, None
-            if pending.batch is None or is_kept:
+            grads, output_grads.grads = output_grads.grads, None
+            if pending.stage_graphs is None or retains_graph:
                 raise StateError(
-                    f"backward was called twice for one forward of {self._pipe.route.kind} (or with retain_graph=True), but under "
+                    f"backward was called twice for one forward of {self._runner.router.kind} (or with retain_graph=True), but under "
                     "pipeline parallelism a forward has one backward. Add the losses, and call accelerator.backward once"
                 )
-            batch, pending.batch = pending.batch, None
+            batch, pending.stage_graphs = pending.stage_graphs, None
             self._run_backward(batch, pending, grads)
-            pending.whole, pending.joined = [], []
+            pending.outputs, pending.block_outputs = [], []
 
     def _run_backward(
         self, batch: PipelineBatch, pending: PendingForward, grads: Sequence[torch.Tensor | None]
     ) -> None:
-        (stage,) = batch.stages.values()
+        """Run backward through this rank's stage, micro-batch by micro-batch.
+
+        Args:
+            batch: Batch whose stage holds the autograd graphs of the micro-batches.
+            pending: Model call whose backward runs.
+            grads: Gradients of the outputs of this call.
+        """
+        (stage,) = batch.stages.values()  # direct calls with gradients need GPipe, which has one stage per rank
         stage.has_backward = True
         stage.chunks = batch.num_microbatches  # torch's attribute: number of micro-batches
-        if self._pipe.is_last:
+        if self._runner.is_last:
             self._split_gradients(stage, batch, pending, grads)
-        sent: list[dist.Work] = []
+        sends: list[dist.Work] = []
         for number in range(batch.num_microbatches):
             wait_for_transfers(start_transfers(stage.get_bwd_recv_ops(number)))
             stage.backward_one_chunk(number)
-            sent += start_transfers(stage.get_bwd_send_ops(number))
-        wait_for_transfers(sent)
+            sends += start_transfers(stage.get_bwd_send_ops(number))
+        wait_for_transfers(sends)
 
     @staticmethod
     def _split_gradients(
@@ -276,16 +327,20 @@ class PlainCalls:
             pending: Model call whose backward runs.
             grads: Gradients of the outputs of this call.
         """
-        reached = [(out, grad) for out, grad in zip(pending.whole, grads) if grad is not None]
-        torch.autograd.backward([out for out, _ in reached], [grad for _, grad in reached])
-        learning = [tensor for tensor in pending.joined if tensor.requires_grad]
-        first = 0
+        reached = [(output, grad) for output, grad in zip(pending.outputs, grads) if grad is not None]
+        torch.autograd.backward([output for output, _ in reached], [grad for _, grad in reached])
+        joined_outputs = [tensor for tensor in pending.block_outputs if tensor.requires_grad]
+        start = 0
         for number in range(batch.num_microbatches):
-            own = [tensor for tensor in stage.outputs[number] if tensor.requires_grad]
-            rows = own[0].shape[0] if own and own[0].ndim else 0
-            here = slice(first, first + rows) if batch.num_microbatches > 1 else None
-            stage.gradients[number] = [
-                torch.zeros_like(part) if (grad := tensor.grad) is None else grad if here is None else grad[here]
-                for tensor, part in zip(learning, own)
-            ]
-            first += rows
+            stage_outputs = [tensor for tensor in stage.outputs[number] if tensor.requires_grad]
+            num_rows = stage_outputs[0].shape[0] if stage_outputs and stage_outputs[0].ndim else 0
+            stage_grads = []
+            for joined, output in zip(joined_outputs, stage_outputs):
+                if joined.grad is None:
+                    stage_grads.append(torch.zeros_like(output))
+                elif batch.num_microbatches == 1:
+                    stage_grads.append(joined.grad)
+                else:
+                    stage_grads.append(joined.grad[start : start + num_rows])
+            stage.output_grads[number] = stage_grads
+            start += num_rows

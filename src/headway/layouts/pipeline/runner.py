@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 Compute = Callable[[int, int, Tree], Tree]
-"""Function of (stage index, micro-batch number, received tree).
+"""Function of (stage index, index of the micro-batch, tree received from the previous stage).
 
 Returns the output of the stage's last block, or the loss.
 """
 
 _GENERATORS = ("python", "numpy", "torch", "device")
-"""Names of the random generators that a stage can use, as in `read_rng_states`."""
+"""Names of the random generators that a stage can use, as in `read_rng_states`. "device": that of the accelerator."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class PipelineTask:
 
     Attributes:
         fn: Function from a micro-batch to its loss.
-        pieces: Micro-batches.
+        micro_batches: Micro-batches of the batch on this rank, equal on all ranks of the pipeline.
         weights: Number of items, such as rows or tokens, over which each micro-batch's loss is computed.
         reduction: How the loss is reduced over items: "mean" or "sum".
         loss: Placeholder tensor that receives the value of the batch's loss.
     """
 
     fn: Callable[[Tree], torch.Tensor]
-    pieces: Sequence[Tree]
+    micro_batches: Sequence[Tree]
     weights: Sequence[float]
     reduction: str
     loss: torch.Tensor
@@ -81,8 +81,10 @@ class PipelineTask:
         Args:
             number: Index of the micro-batch.
         """
+        if self.reduction == "sum":
+            return 1.0
         total = sum(self.weights)
-        return 1.0 if self.reduction == "sum" else self.weights[number] / total if total else 0.0
+        return self.weights[number] / total if total else 0.0
 
 
 @dataclass
@@ -94,16 +96,16 @@ class PipelineBatch:
         num_microbatches: Number of micro-batches.
         keys: Cache key of each micro-batch. It contains everything that determines the shapes of the tensors that
             stages exchange.
-        ahead: Indices of the micro-batches whose forward was run before the schedule.
+        precomputed: Indices of the micro-batches whose forward was run before the schedule.
     """
 
     stages: "dict[int, PipelineStage]"
     num_microbatches: int
     keys: list[Any]
-    ahead: set[int] = field(default_factory=set)
+    precomputed: set[int] = field(default_factory=set)
 
 
-class StageAnswer(NamedTuple):
+class StageResult(NamedTuple):
     """Result that the rank of a stage sends to the other ranks of the pipeline. At most one of the fields is set.
 
     Attributes:
@@ -115,8 +117,8 @@ class StageAnswer(NamedTuple):
     error: tuple[str, str] | None
 
     @classmethod
-    def build(cls, activation: "StageActivation | None", failure: Exception | None) -> "StageAnswer":
-        """Return the answer of a rank, which contains only the error if the stage failed.
+    def build(cls, activation: "StageActivation | None", failure: Exception | None) -> "StageResult":
+        """Return the result of a rank, which contains only the error if the stage failed.
 
         Args:
             activation: Description of the stage's output, or None.
@@ -130,37 +132,44 @@ class PipelineRunner:
 
     Args:
         model: User's model.
-        route: Object that runs the blocks of this rank's stages in a call of the model.
+        router: Object that runs the blocks of this rank's stages in a call of the model.
         group: Collectives over the ranks of one pipeline.
         options: Options of the pipeline.
         token_group: Collectives over the ranks that hold the same stages and exchange tokens with this rank's experts.
             None without expert parallelism.
+
+    Attributes:
+        device: Device of this rank.
+        num_stages: Number of stages of the whole pipeline.
+        rank_of_stage: Pipeline rank that has each stage, by stage index. A rank can have several stages.
+        last_rank: Pipeline rank that has the last stage.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        route: ModuleRouter,
+        router: ModuleRouter,
         group: Collectives,
         options: PipelineOptions,
         token_group: Collectives | None = None,
     ) -> None:
         self.model = model
-        self.route = route
+        self.router = router
         self.group = group
         self.options = options
         self.token_group = token_group
         self.device = group.runtime.device
-        self.num_stages = route.stages.num
-        self.owners = [options.find_rank(index, group.world_size) for index in range(self.num_stages)]
-        self.last_rank = self.owners[-1]
-        self._known: CallCache[list[StageActivation]] = CallCache(
+        self.num_stages = router.stages.num_stages
+        self.rank_of_stage = [options.find_rank(index, group.world_size) for index in range(self.num_stages)]
+        self.last_rank = self.rank_of_stage[-1]
+        # Description of each stage's output, by everything that determines the shapes of the outputs.
+        self._activations: CallCache[list[StageActivation]] = CallCache(
             "a micro-batch of each new kind goes through the stages by itself, which is slow"
         )
-        holders = route.stages.map_holders(model)
-        self._weights = {
-            stage_index: [parameter for parameter in model.parameters() if stage_index in holders[id(parameter)]]
-            for stage_index in route.local
+        stages_of_tensor = router.stages.map_stages(model)
+        self._stage_parameters = {
+            stage_index: [p for p in model.parameters() if stage_index in stages_of_tensor[id(p)]]
+            for stage_index in router.local
         }
 
     @property
@@ -190,19 +199,24 @@ class PipelineRunner:
         bounds = self._compute_bounds(num_rows)
         if len(bounds) == 1:
             return [(args, kwargs)]
-        made = []
+        calls = []
         for start, stop in bounds:
-            given = tuple(slice_rows(each, start, stop, num_rows) for each in args)
-            made.append((given, {name: slice_rows(each, start, stop, num_rows) for name, each in kwargs.items()}))
-        return made
+            call_args = tuple(slice_rows(value, start, stop, num_rows) for value in args)
+            call_kwargs = {name: slice_rows(value, start, stop, num_rows) for name, value in kwargs.items()}
+            calls.append((call_args, call_kwargs))
+        return calls
 
     def _compute_bounds(self, num_rows: int) -> list[tuple[int, int]]:
-        """Return the rows of each micro-batch, as pairs of (index of the first row, index after the last row)."""
-        wanted = self.options.choose_num_microbatches(self.group.world_size)
-        num = next((number for number in range(min(wanted, num_rows), 0, -1) if self._supports_number(number)), 1)
+        """Return the rows of each micro-batch, as pairs of (index of the first row, index after the last row).
+
+        Under expert parallelism, this runs a collective: all ranks use the smallest number of micro-batches.
+        """
+        requested = self.options.choose_num_microbatches(self.group.world_size)
+        numbers = range(min(requested, num_rows), 0, -1)
+        num_microbatches = next((number for number in numbers if self._supports_number(number)), 1)
         if self.token_group is not None:
-            num = int(self.token_group.reduce_numbers([num], "min")[0])
-        return [compute_slice_bounds(num_rows, num, index) for index in range(num)]
+            num_microbatches = int(self.token_group.reduce_numbers([num_microbatches], "min")[0])
+        return [compute_slice_bounds(num_rows, num_microbatches, index) for index in range(num_microbatches)]
 
     def _supports_number(self, number: int) -> bool:
         """Whether the schedule supports this number of micro-batches.
@@ -217,98 +231,141 @@ class PipelineRunner:
             return True
         return number % max(1, number // self.group.world_size) == 0
 
-    def begin_batch(self, pieces: Sequence[Tree], compute: Compute, what: Any) -> PipelineBatch:
+    def begin_batch(self, micro_batches: Sequence[Tree], compute: Compute, extra_key: Any) -> PipelineBatch:
         """Start and return a batch, and find the shapes of the tensors that the stages will exchange.
 
         If the shapes for a micro-batch are unknown, its forward is run now.
 
         Args:
-            pieces: Micro-batches.
+            micro_batches: Micro-batches.
             compute: Function that runs a stage.
-            what: Hashable value that also affects these shapes, such as the code of the loss function.
+            extra_key: Hashable value that also affects these shapes, such as the code of the loss function.
 
         Raises:
             HeadwayError: On the other ranks, if a stage fails. The rank of that stage raises the original error.
         """
         # A script freezes parameters on all ranks, so `requires_grad` is valid for parameters of other stages, too.
         frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
-        mode = None if self.route.context is None else self.route.context.mode
-        state = (what, mode, self.model.training, torch.is_grad_enabled(), _get_autocast_dtype(self.device), frozen)
-        keys = [(describe_call(piece), state) for piece in pieces]
-        batch = PipelineBatch(self._make_stages(compute), len(pieces), keys)
-        activations: list[list[StageActivation]] = []
-        is_new = self._find_new(keys)
-        # Read all entries before new ones are stored, which may evict others. Ranks have agreed on `is_new`.
-        known = {key: entry for key in keys if (entry := self._known.get(key)) is not None}
+        mode = None if self.router.context_parallel is None else self.router.context_parallel.mode
+        state = (
+            extra_key,
+            mode,
+            self.model.training,
+            torch.is_grad_enabled(),
+            _get_autocast_dtype(self.device),
+            frozen,
+        )
+        keys = [(describe_call(micro_batch), state) for micro_batch in micro_batches]
+        batch = PipelineBatch(self._make_stages(compute), len(micro_batches), keys)
+        is_unknown = self._find_unknown_shapes(keys)
+        # Read all entries before new ones are stored, which may evict others. Ranks have agreed on `is_unknown`.
+        activations_by_key = {key: entry for key in keys if (entry := self._activations.get(key)) is not None}
         for number, key in enumerate(keys):
-            if is_new[number]:
-                known[key] = self._run_ahead(batch, number)
-                self._known.put(key, known[key])
-                batch.ahead.add(number)
-            activations.append(known[key])
+            if is_unknown[number]:
+                activations_by_key[key] = self._run_before_schedule(batch, number)
+                self._activations.put(key, activations_by_key[key])
+                batch.precomputed.add(number)
         for stage_index, stage in batch.stages.items():
-            stage.ahead = set(batch.ahead)
+            stage.precomputed = set(batch.precomputed)
             stage.chunks = batch.num_microbatches  # torch's attribute: number of micro-batches
-            stage.expected = {number: known[stage_index] for number, known in enumerate(activations)}
-            if stage_index:
-                stage.arriving = {number: known[stage_index - 1] for number, known in enumerate(activations)}
+            for number, key in enumerate(keys):
+                stage.expected_outputs[number] = activations_by_key[key][stage_index]
+                if stage_index:
+                    stage.expected_inputs[number] = activations_by_key[key][stage_index - 1]
         return batch
 
-    def _find_new(self, keys: Sequence[Any]) -> list[bool]:
+    def _find_unknown_shapes(self, keys: Sequence[Any]) -> list[bool]:
         """Return whether each micro-batch must run before the schedule, because the shapes of its tensors are unknown.
+
+        Of several micro-batches with equal keys, only the first must run. Under expert parallelism, this runs a
+        collective: a micro-batch that must run on one rank runs on all.
 
         Args:
             keys: Cache keys of the micro-batches.
         """
-        found = [key not in self._known and key not in keys[:number] for number, key in enumerate(keys)]
+        is_unknown = [key not in self._activations and key not in keys[:number] for number, key in enumerate(keys)]
         if self.token_group is None:
-            return found
-        return [flag > 0 for flag in self.token_group.reduce_numbers(found, "max")]
+            return is_unknown
+        return [flag > 0 for flag in self.token_group.reduce_numbers(is_unknown, "max")]
 
     def _make_stages(self, compute: Compute) -> "dict[int, PipelineStage]":
+        """Return a new object for each stage of this rank, by stage index, in the order of the stages.
+
+        Args:
+            compute: Function that runs a stage.
+        """
         from headway.layouts.pipeline.stage import PipelineStage  # torch's schedules, which take a second to import
 
-        made = {}
-        for stage_index in sorted(self.route.local):
-            weights = [parameter for parameter in self._weights[stage_index] if parameter.requires_grad]
-            learning, run = partial(find_autograd_parameters, self.model, weights), partial(compute, stage_index)
-            made[stage_index] = PipelineStage(
-                stage_index, self.num_stages, self.device, self.group.group, self.owners, learning, run
+        stages = {}
+        for stage_index in sorted(self.router.local):
+            trained = [parameter for parameter in self._stage_parameters[stage_index] if parameter.requires_grad]
+            stages[stage_index] = PipelineStage(
+                stage_index,
+                self.num_stages,
+                self.device,
+                self.group.group,
+                self.rank_of_stage,
+                partial(find_autograd_parameters, self.model, trained),
+                partial(compute, stage_index),
             )
-        return made
+        return stages
 
-    def _run_ahead(self, batch: PipelineBatch, number: int) -> "list[StageActivation]":
+    def _run_before_schedule(self, batch: PipelineBatch, number: int) -> "list[StageActivation]":
+        """Run the forward of one micro-batch through all stages, one after the other.
+
+        All ranks must call this method.
+
+        Args:
+            batch: Batch whose stages store the outputs.
+            number: Index of the micro-batch.
+
+        Returns:
+            Description of each stage's output.
+
+        Raises:
+            HeadwayError: On the other ranks, if a stage fails. The rank of that stage raises the original error.
+        """
         activations: list[StageActivation] = []
-        for stage_index, owner in enumerate(self.owners):
-            stage, failure, own = batch.stages.get(stage_index), None, None
+        for stage_index, rank in enumerate(self.rank_of_stage):
+            stage, failure, own_activation = batch.stages.get(stage_index), None, None
             if stage is not None:
                 try:
                     stage.compute(number)
-                    own = self._check_sendable(stage.activations[number])
+                    own_activation = self._check_sendable(stage.activations[number])
                 except Exception as error:
                     failure = error
-            activation, problem = self.group.gather_objects(StageAnswer.build(own, failure))[owner]
+            activation, stage_error = self.group.gather_objects(StageResult.build(own_activation, failure))[rank]
             if failure is not None:
                 raise failure
-            if problem is not None:
-                raise rebuild_error(problem, stage_index, owner)
+            if stage_error is not None:
+                raise rebuild_error(stage_error, stage_index, rank)
             activations.append(activation)
             if stage_index + 1 < self.num_stages:
-                self._hand_on(batch, stage_index, number, activation)
+                self._send_to_next_stage(batch, stage_index, number, activation)
         return activations
 
-    def _hand_on(self, batch: PipelineBatch, stage_index: int, number: int, activation: "StageActivation") -> None:
-        stage, following = batch.stages.get(stage_index), batch.stages.get(stage_index + 1)
-        if following is not None:
-            following.arriving[number] = activation
-        if stage is not None and following is not None:
-            following.set_local_fwd_input(stage.outputs[number], number)
-        elif stage is not None:
-            wait_for_transfers(start_transfers(stage.send_ops(number)))
-        elif following is not None:
-            wait_for_transfers(start_transfers(following.receive_ops(number)))
+    def _send_to_next_stage(
+        self, batch: PipelineBatch, stage_index: int, number: int, activation: "StageActivation"
+    ) -> None:
+        """Pass a stage's output to the next stage. Do nothing on ranks that have neither of these stages.
 
-    def make_answer(self, result: Tree, failure: Exception | None) -> StageAnswer:
+        Args:
+            batch: Batch that contains this rank's stages.
+            stage_index: Index of the stage that has computed the output.
+            number: Index of the micro-batch.
+            activation: Description of the output.
+        """
+        stage, next_stage = batch.stages.get(stage_index), batch.stages.get(stage_index + 1)
+        if next_stage is not None:
+            next_stage.expected_inputs[number] = activation
+        if stage is not None and next_stage is not None:
+            next_stage.set_local_fwd_input(stage.outputs[number], number)
+        elif stage is not None:
+            wait_for_transfers(start_transfers(stage.make_sends(number)))
+        elif next_stage is not None:
+            wait_for_transfers(start_transfers(next_stage.make_receives(number)))
+
+    def make_result(self, result: Tree, failure: Exception | None) -> StageResult:
         """Return a description of the last stage's result, or of its error, to send to the other ranks.
 
         Args:
@@ -323,7 +380,7 @@ class PipelineRunner:
                 activation = self._check_sendable(describe_tree(result)[0])
             except HeadwayError as error:
                 failure = error
-        return StageAnswer.build(activation, failure)
+        return StageResult.build(activation, failure)
 
     def _check_sendable(self, activation: "StageActivation") -> "StageActivation":
         """Return the activation if it can be pickled for other ranks.
@@ -335,8 +392,8 @@ class PipelineRunner:
             pickle.dumps(activation)
         except Exception as error:
             raise UnsupportedError(
-                f"{self.route.kind} or one of its blocks returns something that cannot be sent to the other stages ({error}); let it "
-                "return tensors, numbers, text, and containers of them"
+                f"{self.router.kind} or one of its blocks returns something that cannot be sent to the other stages ({error}); let "
+                "it return tensors, numbers, text, and containers of them"
             ) from error
         return activation
 
@@ -358,21 +415,27 @@ class PipelineRunner:
         run(target=torch.arange(batch.num_microbatches), return_outputs=False)
 
     def _make_schedule(self, stages: "list[PipelineStage]", num_microbatches: int) -> Any:
+        """Return torch's object for the requested schedule.
+
+        Args:
+            stages: Stages of this rank.
+            num_microbatches: Number of micro-batches.
+        """
         from torch.distributed.pipelining import schedules
 
         name = self.options.schedule
-        given: dict[str, Any] = {"loss_fn": _return_loss, "scale_grads": False}
+        options: dict[str, Any] = {"loss_fn": _return_loss, "scale_grads": False}
         if len(stages) == 1:
             # With fewer micro-batches than stages, 1F1B equals GPipe.
             is_1f1b = name == "1f1b" and num_microbatches >= self.num_stages
-            kind = schedules.Schedule1F1B if is_1f1b else schedules.ScheduleGPipe
-            return kind(stages[0], num_microbatches, **given)
-        kinds: dict[str, Any] = {
+            schedule = schedules.Schedule1F1B if is_1f1b else schedules.ScheduleGPipe
+            return schedule(stages[0], num_microbatches, **options)
+        classes: dict[str, Any] = {
             "interleaved": schedules.ScheduleInterleaved1F1B,
             "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
             "zbv": schedules.ScheduleZBVZeroBubble,
         }
-        return kinds[name](list(stages), num_microbatches, **given)
+        return classes[name](list(stages), num_microbatches, **options)
 
 
 def start_transfers(ops: list[dist.P2POp]) -> list[dist.Work]:
@@ -404,40 +467,41 @@ def _describe_error(error: Exception) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-def rebuild_error(problem: tuple[str, str], stage: int, rank: int) -> HeadwayError:
+def rebuild_error(description: tuple[str, str], stage: int, rank: int) -> HeadwayError:
     """Return an equivalent of an error that another rank raised.
 
     Errors of Headway keep their class. Others become a `CollectiveError`.
 
     Args:
-        problem: Class name and message of the error.
+        description: Class name and message of the error.
         stage: Index of the stage that failed.
         rank: Pipeline rank that failed.
     """
-    name, text = problem
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, HeadwayError):
-        return kind(text)
-    return CollectiveError(f"stage {stage} of the pipeline (rank {rank} along pp) failed: {name}: {text}")
+    class_name, message = description
+    error_class = getattr(errors, class_name, None)
+    if isinstance(error_class, type) and issubclass(error_class, HeadwayError):
+        return error_class(message)
+    return CollectiveError(f"stage {stage} of the pipeline (rank {rank} along pp) failed: {class_name}: {message}")
 
 
 def _get_autocast_dtype(device: torch.device) -> str:
+    """Return the name of the dtype of the autocast context that is active for a device, or "" if none is."""
     return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
 
 
-def check_loss(found: Any) -> None:
+def check_loss(loss: Any) -> None:
     """Raise `LossError` unless a value is a loss: a one-element tensor that requires gradients.
 
     Args:
-        found: Return value of the user's loss function.
+        loss: Return value of the user's loss function.
 
     Raises:
-        LossError: If `found` is not a loss.
+        LossError: If `loss` is not a tensor, has not exactly one element, or does not require gradients.
     """
-    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
-        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        text = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise LossError(
-            f"the function given to forward_backward returned {what}; it must return the loss of its micro-batch, a scalar tensor "
+            f"the function given to forward_backward returned {text}; it must return the loss of its micro-batch, a scalar tensor "
             "that depends on trainable parameters"
         )
 
@@ -447,20 +511,23 @@ class StageRNG:
 
     Args:
         hardware: Device on which models compute.
-        common: RNG states before the batch, equal on all ranks of a pipeline.
+        initial_states: RNG states before the batch, by name, equal on all ranks of a pipeline.
 
     Attributes:
         used: Names of the generators from which numbers were drawn: "python", "numpy", "torch", "device".
     """
 
-    def __init__(self, hardware: Hardware, common: dict[str, Any]) -> None:
+    def __init__(self, hardware: Hardware, initial_states: dict[str, Any]) -> None:
         self.used: set[str] = set()
         self._hardware = hardware
-        self._main = "torch" if hardware.kind == "cpu" else "device"
+        self._model_generator = "torch" if hardware.kind == "cpu" else "device"
         # Only NumPy's default bit generator has a tuple as its state. Others cannot be seeded here, and are left as they are.
-        seeded = {name: state for name, state in common.items() if name != "numpy" or isinstance(state, tuple)}
-        self._seeds = {name: zlib.crc32(_encode_state(state)) for name, state in seeded.items()}
-        self._start = common
+        self._base_seeds = {
+            name: zlib.crc32(_encode_state(state))
+            for name, state in initial_states.items()
+            if name != "numpy" or isinstance(state, tuple)
+        }
+        self._seeded_states = initial_states  # states after the last seeding, from which `record_use` sees draws
 
     def seed_micro_batch(self, stage: int, number: int) -> None:
         """Seed the random generators for one micro-batch in one stage.
@@ -475,20 +542,27 @@ class StageRNG:
                 the number of micro-batches.
         """
         self.record_use()
-        self._start = self._start | {
-            name: self._make_state(name, mix_seed(seed, number, stage if name == self._main else 0))
-            for name, seed in self._seeds.items()
+        new_states = {
+            name: self._make_state(name, mix_seed(base_seed, number, stage if name == self._model_generator else 0))
+            for name, base_seed in self._base_seeds.items()
         }
-        write_rng_states({name: self._start[name] for name in self._seeds}, self._hardware)
+        self._seeded_states = self._seeded_states | new_states
+        write_rng_states(new_states, self._hardware)
 
     def record_use(self) -> None:
         """Add the random generators that were used since they were last seeded to `used`."""
-        now = read_rng_states(self._hardware)
-        for name in _GENERATORS:
-            if name in self._start and _encode_state(now[name]) != _encode_state(self._start[name]):
+        states = read_rng_states(self._hardware)
+        for name, seeded_state in self._seeded_states.items():
+            if name in _GENERATORS and _encode_state(states[name]) != _encode_state(seeded_state):
                 self.used.add(name)
 
     def _make_state(self, name: str, seed: int) -> Any:
+        """Return the state of a generator after it was seeded, in the form of `read_rng_states`.
+
+        Args:
+            name: Name of the generator.
+            seed: Seed.
+        """
         if name == "python":
             return random.Random(seed).getstate()
         if name == "numpy":
@@ -499,13 +573,13 @@ class StageRNG:
 @contextmanager
 def isolate_generators(hardware: Hardware) -> Iterator[StageRNG]:
     """Return a context that yields a `StageRNG`, and restores the states of all random generators on exit."""
-    common = read_rng_states(hardware)
-    stage_rng = StageRNG(hardware, common)
+    initial_states = read_rng_states(hardware)
+    stage_rng = StageRNG(hardware, initial_states)
     try:
         yield stage_rng
     finally:
         stage_rng.record_use()
-        write_rng_states(common, hardware)
+        write_rng_states(initial_states, hardware)
 
 
 def gather_used_generators(used: Collection[str], group: Collectives) -> set[str]:

@@ -45,8 +45,8 @@ class StageTransfer(dist.P2POp):
 
     def __new__(cls, op: Any, tensor: torch.Tensor, peer: int, group: Any, name: str) -> "StageTransfer":
         """Create the operation. The base class's `__new__` does not accept a name, so the name is not passed on."""
-        made: StageTransfer = super().__new__(cls, op, tensor, peer, group)
-        return made
+        transfer: StageTransfer = super().__new__(cls, op, tensor, peer, group)
+        return transfer
 
 
 class _NamedTransfer:
@@ -93,12 +93,12 @@ class _TransferHandle:
 
         Meanwhile, this rank's pulse (the file that the hang watch reads) contains the name of the transfer.
         """
-        own = pulse.get_own_pulse()
-        own.set_transfer(self._name)
+        own_pulse = pulse.get_own_pulse()
+        own_pulse.set_transfer(self._name)
         try:
             return self._work.wait()
         finally:
-            own.set_transfer("")
+            own_pulse.set_transfer("")
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class TensorSlot:
     """Placeholder for a tensor in a tree whose structure and tensors are sent separately.
 
     Attributes:
-        number: Index of the tensor among the tensors of the tree.
+        index: Index of the tensor among the tensors of the tree.
     """
 
-    number: int
+    index: int
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class StageActivation:
             values: Tensors in the order of the slots.
         """
         return map_leaves(
-            lambda leaf: values[leaf.number] if isinstance(leaf, TensorSlot) else leaf,
+            lambda leaf: values[leaf.index] if isinstance(leaf, TensorSlot) else leaf,
             self.tree,
             lambda leaf: isinstance(leaf, TensorSlot),
         )
@@ -147,10 +147,11 @@ class StageActivation:
 
 def describe_tree(tree: Tree) -> tuple[StageActivation, list[torch.Tensor]]:
     """Return a tree's description, in which slots replace the tensors, and a list of these tensors."""
-    found = list(list_tensors(tree))
-    numbers = iter(range(len(found)))
-    empty = map_leaves(lambda leaf: TensorSlot(next(numbers)) if isinstance(leaf, torch.Tensor) else leaf, tree)
-    return StageActivation(empty, tuple((t.shape, t.dtype, t.requires_grad) for t in found)), found
+    tensors = list(list_tensors(tree))
+    indices = iter(range(len(tensors)))
+    structure = map_leaves(lambda leaf: TensorSlot(next(indices)) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    metas = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
+    return StageActivation(structure, metas), tensors
 
 
 class PipelineStage(_PipelineStageBase):
@@ -161,23 +162,23 @@ class PipelineStage(_PipelineStageBase):
         num_stages: Number of stages of the pipeline.
         device: Device on which the stage computes.
         group: Process group of the pipeline ranks.
-        owners: Pipeline rank of each stage.
-        learning: Function that returns the stage's trainable parameters: under FSDP, the all-gathered ones that
+        rank_of_stage: Pipeline rank of each stage, by stage index.
+        list_parameters: Function that returns the stage's trainable parameters: under FSDP, the all-gathered ones that
             autograd uses.
         compute: Function of (index of the micro-batch, tree received from the previous stage). Returns the output of
             the stage's last block or, on the last stage, the loss.
 
     Attributes:
-        arriving: Description of the input of each micro-batch, by index. Empty on the first stage.
-        expected: Description of the output of each micro-batch that the other ranks expect, by index.
-        ahead: Indices of the micro-batches whose forward was run before the schedule.
+        expected_inputs: Description of the input of each micro-batch, by index. Empty on the first stage.
+        expected_outputs: Description of the output of each micro-batch that the other ranks expect, by index.
+        precomputed: Indices of the micro-batches whose forward was run before the schedule.
         weightless: Indices of the micro-batches whose loss has weight 0.
-        silence: Function that returns a context for the backward of weightless micro-batches. None: their backward is
-            skipped.
+        silence_gradients: Function that returns a context in which backward produces zero gradients, for the backward
+            of weightless micro-batches. Other ranks can need this backward for their tokens. None: it is skipped.
         inputs: Received tensors of each micro-batch, by index.
         outputs: Output tensors of each micro-batch, by index. On the last stage, the first one is the loss.
         activations: Description of the output of each micro-batch, by index.
-        gradients: Gradients of those outputs that require one, by the index of the micro-batch.
+        output_grads: Gradients of those outputs that require one, by the index of the micro-batch.
     """
 
     def __init__(
@@ -186,27 +187,27 @@ class PipelineStage(_PipelineStageBase):
         num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        owners: Sequence[int],
-        learning: Callable[[], Sequence[Any]],
+        rank_of_stage: Sequence[int],
+        list_parameters: Callable[[], Sequence[Any]],
         compute: Callable[[int, Tree], Tree],
     ) -> None:
         # The model itself is not passed, because schedules would reshard it if it is an FSDP module.
         super().__init__(torch.nn.Identity(), stage, num_stages, device, group)
-        self.stage_index_to_group_rank = dict(enumerate(owners))
-        self._parameters = learning
+        self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
+        self._list_parameters = list_parameters
         self._compute = compute
-        self.arriving: dict[int, StageActivation] = {}
-        self.expected: dict[int, StageActivation] = {}
-        self.ahead: set[int] = set()
-        self.weightless: set[int] = set()  # micro-batches whose loss has weight 0
-        # Context for the backward of weightless micro-batches that contains other ranks' tokens. None: it is skipped.
-        self.silence: Callable[[], AbstractContextManager[Any]] | None = None
+        self.expected_inputs: dict[int, StageActivation] = {}
+        self.expected_outputs: dict[int, StageActivation] = {}
+        self.precomputed: set[int] = set()
+        self.weightless: set[int] = set()
+        self.silence_gradients: Callable[[], AbstractContextManager[Any]] | None = None
         self.inputs: dict[int, list[torch.Tensor]] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}
         self.activations: dict[int, StageActivation] = {}
-        self.gradients: dict[int, list[torch.Tensor]] = {}
-        self._back: dict[int, list[torch.Tensor]] = {}
-        self._halves: dict[int, Any] = {}
+        self.output_grads: dict[int, list[torch.Tensor]] = {}
+        # By index of the micro-batch: gradients of its inputs that require one, and the second half of its backward.
+        self._input_grads: dict[int, list[torch.Tensor]] = {}
+        self._weight_backwards: dict[int, Callable[[], Any]] = {}
         # torch looks for transfers that skip a stage in these attributes. There are none.
         self.args_recv_info = {0: ()}
         self.act_send_info = {}
@@ -233,42 +234,49 @@ class PipelineStage(_PipelineStageBase):
 
     # ---------------------------------------------------------------- sending and receiving
 
-    def _make_transfers(self, kind: Any, found: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
+    def _make_transfers(self, operation: Any, tensors: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
+        """Return the point-to-point operations that exchange tensors with another stage.
+
+        Args:
+            operation: `dist.isend` or `dist.irecv`.
+            tensors: Tensors to send, or buffers to receive into.
+            stage: Index of the other stage.
+        """
         rank = self.stage_index_to_group_rank[stage]
         peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
-        name = f"{'send to' if kind is dist.isend else 'receive from'} stage {stage}"
-        return [StageTransfer(kind, tensor, peer, self.group, name) for tensor in found]
+        name = f"{'send to' if operation is dist.isend else 'receive from'} stage {stage}"
+        return [StageTransfer(operation, tensor, peer, self.group, name) for tensor in tensors]
 
-    def receive_ops(self, number: int) -> list[dist.P2POp]:
+    def make_receives(self, number: int) -> list[dist.P2POp]:
         """Return the operations that receive a micro-batch's input into new buffers."""
-        self.inputs[number] = self.arriving[number].allocate_buffers(self.device)
+        self.inputs[number] = self.expected_inputs[number].allocate_buffers(self.device)
         return self._make_transfers(dist.irecv, self.inputs[number], self.stage_index - 1)
 
-    def send_ops(self, number: int) -> list[dist.P2POp]:
+    def make_sends(self, number: int) -> list[dist.P2POp]:
         """Return the operations that send a micro-batch's output to the next stage."""
-        found = [tensor.detach().contiguous() for tensor in self.outputs[number]]
-        return self._make_transfers(dist.isend, found, self.stage_index + 1)
+        tensors = [tensor.detach().contiguous() for tensor in self.outputs[number]]
+        return self._make_transfers(dist.isend, tensors, self.stage_index + 1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive a micro-batch's input.
 
         The list is empty on the first stage, and if the micro-batch's forward was run before the schedule.
         """
-        return [] if self.is_first or fwd_chunk_id in self.ahead else self.receive_ops(fwd_chunk_id)
+        return [] if self.is_first or fwd_chunk_id in self.precomputed else self.make_receives(fwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send a micro-batch's output.
 
         The list is empty on the last stage, and if the micro-batch's forward was run before the schedule.
         """
-        return [] if self.is_last or fwd_chunk_id in self.ahead else self.send_ops(fwd_chunk_id)
+        return [] if self.is_last or fwd_chunk_id in self.precomputed else self.make_sends(fwd_chunk_id)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Set a micro-batch's input if the previous stage is on this rank, so that nothing has to be received.
 
         Do nothing if the micro-batch's forward was run before the schedule.
         """
-        if mb_index not in self.ahead:
+        if mb_index not in self.precomputed:
             self.inputs[mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -278,11 +286,11 @@ class PipelineStage(_PipelineStageBase):
         """
         if not self.has_backward or self.is_last:
             return []
-        found = [
+        buffers = [
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in self._list_differentiable(bwd_chunk_id)
         ]
-        self.gradients[bwd_chunk_id] = found
-        return self._make_transfers(dist.irecv, found, self.stage_index + 1)
+        self.output_grads[bwd_chunk_id] = buffers
+        return self._make_transfers(dist.irecv, buffers, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the gradients of a micro-batch's inputs.
@@ -291,20 +299,21 @@ class PipelineStage(_PipelineStageBase):
         """
         if not self.has_backward or self.is_first:
             return []
-        return self._make_transfers(dist.isend, self._back.pop(bwd_chunk_id), self.stage_index - 1)
+        return self._make_transfers(dist.isend, self._input_grads.pop(bwd_chunk_id), self.stage_index - 1)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients of a micro-batch's inputs, for a previous stage on this rank."""
-        return tuple(self._back.pop(mb_index, ()))
+        return tuple(self._input_grads.pop(mb_index, ()))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Set the gradients of a micro-batch's outputs if the next stage is on this rank.
 
         In this case, no gradients have to be received.
         """
-        self.gradients[mb_index] = list(next_stage_bwd_outputs)
+        self.output_grads[mb_index] = list(next_stage_bwd_outputs)
 
     def _list_differentiable(self, number: int) -> list[torch.Tensor]:
+        """Return those outputs of a micro-batch that require gradients."""
         return [tensor for tensor in self.outputs[number] if tensor.requires_grad]
 
     # ---------------------------------------------------------------- computing
@@ -317,10 +326,10 @@ class PipelineStage(_PipelineStageBase):
         If the forward was run before the schedule, return the outputs of that run. Only `fwd_chunk_id`, the index of
         the micro-batch, is used.
         """
-        if fwd_chunk_id not in self.ahead:
+        if fwd_chunk_id not in self.precomputed:
             self.compute(fwd_chunk_id)
-        found = self.outputs[fwd_chunk_id]
-        return found[0] if self.is_last else tuple(found)
+        outputs = self.outputs[fwd_chunk_id]
+        return outputs[0] if self.is_last else tuple(outputs)
 
     def compute(self, number: int) -> None:
         """Run the stage on the input of micro-batch `number`, and store the outputs.
@@ -330,28 +339,32 @@ class PipelineStage(_PipelineStageBase):
         """
         received: Tree = None
         if not self.is_first:
-            known = self.arriving[number]
-            for tensor, (_, _, is_learning) in zip(self.inputs[number], known.metas):
-                tensor.requires_grad_(is_learning and torch.is_grad_enabled())
-            received = known.fill_slots(self.inputs[number])
+            description = self.expected_inputs[number]
+            for tensor, (_, _, requires_grad) in zip(self.inputs[number], description.metas):
+                tensor.requires_grad_(requires_grad and torch.is_grad_enabled())
+            received = description.fill_slots(self.inputs[number])
         else:
             self.inputs[number] = []
-        activation, found = describe_tree(self._compute(number, received))
+        activation, outputs = describe_tree(self._compute(number, received))
         self._check_expected(number, activation)
         self.activations[number] = activation
         # Zero-bubble schedules detach outputs in place, which views do not allow. A block might also return its input unchanged.
-        own = {id(tensor) for tensor in self.inputs[number]}
-        self.outputs[number] = [t.clone() if t._is_view() or id(t) in own else t for t in found]
+        input_ids = {id(tensor) for tensor in self.inputs[number]}
+        self.outputs[number] = [t.clone() if t._is_view() or id(t) in input_ids else t for t in outputs]
 
     def _check_expected(self, number: int, activation: StageActivation) -> None:
         """Raise `UnsupportedError` if an output does not fit the buffers that the next stage allocates for it."""
-        expected = self.expected.get(number)  # None while the shapes are not known yet
+        expected = self.expected_outputs.get(number)  # None while the shapes are not known yet
         if expected is None or activation.describe() == expected.describe():
             return
-        shapes, before = ([tuple(shape) for shape, _, _ in each.metas] for each in (activation, expected))
-        found = f"tensors of shapes {shapes} instead of {before}" if shapes != before else "other numbers or dtypes"
+        shapes = [tuple(shape) for shape, _, _ in activation.metas]
+        expected_shapes = [tuple(shape) for shape, _, _ in expected.metas]
+        if shapes != expected_shapes:
+            difference = f"tensors of shapes {shapes} instead of {expected_shapes}"
+        else:
+            difference = "other numbers or dtypes"
         raise UnsupportedError(
-            f"stage {self.stage_index} of the pipeline returned {found}: the other ranks expect what it returned for an earlier "
+            f"stage {self.stage_index} of the pipeline returned {difference}: the other ranks expect what it returned for an earlier "
             "batch with the same shapes and numbers. If the loss function uses a number from outside of the batch, such as a length, "
             "put it into the batch. Let blocks return changing numbers as tensors"
         )
@@ -362,7 +375,7 @@ class PipelineStage(_PipelineStageBase):
         """Run a micro-batch's backward, and store the gradients of the stage's inputs for the previous stage.
 
         Do nothing if the batch has no backward. Input gradients are zero if no output requires a gradient. They are
-        also zero if the micro-batch's loss has weight 0, so that its backward is skipped (see `silence`).
+        also zero if the micro-batch's loss has weight 0, so that its backward is skipped (see `silence_gradients`).
 
         Args:
             bwd_chunk_id: Index of the micro-batch.
@@ -374,23 +387,25 @@ class PipelineStage(_PipelineStageBase):
         if not self.has_backward:
             return
         outputs, inputs = self._list_differentiable(bwd_chunk_id), self.inputs.pop(bwd_chunk_id)
-        grads = self.gradients.pop(bwd_chunk_id, None)
+        grads = self.output_grads.pop(bwd_chunk_id, None)
         del self.outputs[bwd_chunk_id]
-        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        input_grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
         is_weightless = bwd_chunk_id in self.weightless
-        is_used = bool(outputs) and not (is_weightless and self.silence is None)
-        if full_backward:
-            if is_used:
-                with self.silence() if is_weightless and self.silence is not None else nullcontext():
-                    found = self._backward(outputs, grads, inputs)
-        elif is_used and any(tensor.requires_grad for tensor in inputs):
-            found, groups = stage_backward_input(outputs, grads, inputs, iter(self._parameters()))
-            self._halves[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._parameters()), groups)
-        elif is_used:
-            self._halves[bwd_chunk_id] = lambda: self._backward(outputs, grads, inputs)
-        self._back[bwd_chunk_id] = [
+        is_needed = bool(outputs) and not (is_weightless and self.silence_gradients is None)
+        if is_needed and full_backward:
+            context = (
+                self.silence_gradients() if is_weightless and self.silence_gradients is not None else nullcontext()
+            )
+            with context:
+                input_grads = self._backward(outputs, grads, inputs)
+        elif is_needed and any(tensor.requires_grad for tensor in inputs):
+            input_grads, groups = stage_backward_input(outputs, grads, inputs, iter(self._list_parameters()))
+            self._weight_backwards[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._list_parameters()), groups)
+        elif is_needed:  # without input gradients, the first half is empty
+            self._weight_backwards[bwd_chunk_id] = lambda: self._backward(outputs, grads, inputs)
+        self._input_grads[bwd_chunk_id] = [
             torch.zeros_like(tensor) if grad is None else grad.contiguous()
-            for tensor, grad in zip(inputs, found)
+            for tensor, grad in zip(inputs, input_grads)
             if tensor.requires_grad
         ]
 
@@ -398,6 +413,13 @@ class PipelineStage(_PipelineStageBase):
     def _backward(
         outputs: list[torch.Tensor], grads: list[torch.Tensor] | None, inputs: list[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
+        """Compute the gradients of a stage's weights and inputs, and return those of the inputs.
+
+        Args:
+            outputs: Outputs of the stage that require gradients.
+            grads: Gradients of these outputs. None: the first output is the loss.
+            inputs: Inputs of the stage.
+        """
         if grads is None:  # the last stage's output is a loss
             return stage_backward(outputs[0], None, inputs)
         return stage_backward(tuple(outputs), tuple(grads), inputs)
@@ -407,6 +429,6 @@ class PipelineStage(_PipelineStageBase):
 
         Do nothing if the first half left nothing to compute. `last_backward` is ignored.
         """
-        half = self._halves.pop(bwd_chunk_id, None)
-        if half is not None:
-            half()
+        run_weight_backward = self._weight_backwards.pop(bwd_chunk_id, None)
+        if run_weight_backward is not None:
+            run_weight_backward()

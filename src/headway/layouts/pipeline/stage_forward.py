@@ -45,43 +45,43 @@ class CallCache(Generic[Value]):
     The key of an entry is a pair: the signature of the call, and a hashable value that the caller adds.
 
     Args:
-        what: Description of the work that each new entry costs, for the warning about too many entries.
+        work: Description of the work that each new entry costs, for the warning about too many entries.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._of: dict[tuple[Signature, Any], Value] = {}
-        self._is_told = False
+    def __init__(self, work: str) -> None:
+        self._work = work
+        self._entries: dict[tuple[Signature, Any], Value] = {}
+        self._has_warned = False
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._entries)
 
     def __contains__(self, key: tuple[Signature, Any]) -> bool:
-        return key in self._of
+        return key in self._entries
 
     def get(self, key: tuple[Signature, Any]) -> Value | None:
         """Return the value of a key, or None if it is not in the cache."""
-        value = self._of.pop(key, None)
+        value = self._entries.pop(key, None)
         if value is not None:
-            self._of[key] = value  # most recently used
+            self._entries[key] = value  # at the end of the dict: most recently used
         return value
 
     def put(self, key: tuple[Signature, Any], value: Value) -> None:
         """Store a value, and evict the least recently used one if the cache is full. Warn about the first eviction."""
-        if len(self._of) == CAPACITY:
-            if not self._is_told:
-                self._is_told = True
+        if len(self._entries) == CAPACITY:
+            if not self._has_warned:
+                self._has_warned = True
                 self._warn_of_full_cache()
-            del self._of[next(iter(self._of))]
-        self._of[key] = value
+            del self._entries[next(iter(self._entries))]
+        self._entries[key] = value
 
     def _warn_of_full_cache(self) -> None:
         log.warning(
             "%d different batches have been seen, by shapes of tensors and values of numbers and text, and more are coming: %s. "
             "What changes most: %s. Give numbers that change as tensors, leave text out of the batch, and pad to fewer shapes",
             CAPACITY,
-            self._what,
-            _describe_changing([signature for signature, _ in self._of]),
+            self._work,
+            _describe_changing([signature for signature, _ in self._entries]),
         )
 
 
@@ -91,13 +91,15 @@ def _describe_changing(signatures: list[Signature]) -> str:
     Args:
         signatures: Signatures of calls. Only those with the most common structure are compared.
     """
-    ((commonest, _),) = Counter(each[0] for each in signatures).most_common(1)
-    columns = list(zip(*(each[1:] for each in signatures if each[0] == commonest)))
-    counts = [len(set(column)) for column in columns]
+    ((structure, _),) = Counter(signature[0] for signature in signatures).most_common(1)
+    # One row per leaf of the structure: the texts that describe this leaf in all calls.
+    texts_by_leaf = list(zip(*(signature[1:] for signature in signatures if signature[0] == structure)))
+    counts = [len(set(texts)) for texts in texts_by_leaf]
     if not counts or max(counts) == 1:
         return "how the batch is nested, or whether its gradients are wanted"
-    number = counts.index(max(counts))
-    return f"{columns[number][0].partition(' ')[0]} (entry {number + 1} of {len(columns)} in {commonest})"
+    index = counts.index(max(counts))
+    kind, _, _ = texts_by_leaf[index][0].partition(" ")
+    return f"{kind} (entry {index + 1} of {len(counts)} in {structure})"
 
 
 def describe_call(tree: Tree) -> Signature:
@@ -106,14 +108,16 @@ def describe_call(tree: Tree) -> Signature:
 
 
 def _describe_leaf(leaf: Any) -> str:
+    """Return a text for a leaf: its kind, and its shape or value. Of other objects than numbers and text, only the class."""
     if isinstance(leaf, torch.Tensor):
         return f"shape {leaf.dtype}{tuple(leaf.shape)}"
     name = type(leaf).__name__
     return f"{name} {leaf!r}" if isinstance(leaf, int | float | str | bool | None) else name
 
 
-_KEY = "_headway_route"
-_ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_CALL_KEY = "_headway_route"
+"""Key in the `__dict__` of a routed module under which its `Call` is stored."""
+_OUTPUT_ARGUMENTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Arguments of transformers' models that request outputs of all blocks."""
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -133,21 +137,22 @@ def make_placeholder(like: torch.Tensor, device: torch.device) -> torch.Tensor:
         like: Tensor to imitate.
         device: Device of the placeholder.
     """
-    found = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
-    return found if is_fake(found) else found.as_subclass(PlaceholderTensor)
+    # A single element that is expanded to all of them.
+    tensor = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+    return tensor if is_fake(tensor) else tensor.as_subclass(PlaceholderTensor)
 
 
 class StageDone(BaseException):
     """Raised to end a forward after the stage's last block. It is not an error, and model code must not catch it.
 
     Args:
-        running: Stage's forward that has ended.
+        stage_forward: Stage's forward that has ended.
         output: Output of the stage's last block.
     """
 
-    def __init__(self, running: "StageForward", output: Tree) -> None:
+    def __init__(self, stage_forward: "StageForward", output: Tree) -> None:
         super().__init__("the stage is done; this leaves the forward, and is not an error")
-        self.running = running
+        self.stage_forward = stage_forward
         self.output = output
 
 
@@ -155,25 +160,28 @@ class StageForward:
     """State of one forward of a model on one stage.
 
     Args:
-        route: Router of the model's calls.
+        router: Router of the model's calls.
         stage: Index of the stage.
         received: Tree from the previous stage. None on the first stage.
-        goes_on: Whether the forward continues after the stage's last block, instead of ending with `StageDone`.
-        is_tail: Whether all blocks have run, so that only the computation after them is needed. Default: False.
+        runs_to_end: Whether the forward continues after the stage's last block, instead of ending with `StageDone`.
+        is_after_blocks: Whether all blocks have run, so that only the computation after them is needed. No block runs
+            in this forward. Default: False.
     """
 
-    def __init__(self, route: "ModuleRouter", stage: int, received: Tree, goes_on: bool, is_tail: bool = False) -> None:
-        self._route = route
+    def __init__(
+        self, router: "ModuleRouter", stage: int, received: Tree, runs_to_end: bool, is_after_blocks: bool = False
+    ) -> None:
+        self._router = router
         self.stage = stage
         self._received = received
-        stages = route.stages
-        self._begin = len(stages.blocks) if is_tail else stages.bounds[stage]
-        self._end = len(stages.blocks) if is_tail else stages.bounds[stage + 1]
-        self._goes_on = goes_on
-        self._next = 0
-        self._num_calls = 0
-        self._absent: list[str] = []
-        self._learns = torch.is_grad_enabled()
+        stages = router.stages
+        self._first_block = len(stages.blocks) if is_after_blocks else stages.bounds[stage]
+        self._end_block = len(stages.blocks) if is_after_blocks else stages.bounds[stage + 1]
+        self._runs_to_end = runs_to_end
+        self._next_block = 0  # index of the block that must be called next
+        self._num_model_calls = 0
+        self._skipped_modules: list[str] = []
+        self._had_gradients_enabled = torch.is_grad_enabled()
 
     def count_model_call(self) -> None:
         """Count a call of the model in this forward, and raise an error on the second one.
@@ -181,14 +189,16 @@ class StageForward:
         Raises:
             UnsupportedError: If it is the second call.
         """
-        self._num_calls += 1
-        if self._num_calls > 1:
+        self._num_model_calls += 1
+        if self._num_model_calls > 1:
             raise UnsupportedError(
-                f"{self._route.kind} was called twice for one batch, but under pipeline parallelism a loss may call the model only "
+                f"{self._router.kind} was called twice for one batch, but under pipeline parallelism a loss may call the model only "
                 "once. Join the inputs (torch.cat), or use another strategy"
             )
 
-    def call_block(self, index: int, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_block(
+        self, index: int, original_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a block of this stage, or return a replacement for the output of another stage's block.
 
         For the last block of the previous stage, the replacement is the tree received from that stage. For other
@@ -196,7 +206,7 @@ class StageForward:
 
         Args:
             index: Index of the block.
-            bare: Original `__call__` of the block.
+            original_call: Original `__call__` of the block.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
 
@@ -205,29 +215,29 @@ class StageForward:
             UnsupportedError: If blocks are called out of order, gradients are turned off around a trainable block, or
                 an argument was computed by other stages.
         """
-        names = self._route.stages.names
-        if index != self._next:
-            expected = names[self._next] if self._next < len(names) else "no block"
+        names = self._router.stages.names
+        if index != self._next_block:
+            expected = names[self._next_block] if self._next_block < len(names) else "no block"
             raise UnsupportedError(
-                f"{self._route.kind} called block {names[index]}, but {expected} is next in the module tree. A pipeline needs "
+                f"{self._router.kind} called block {names[index]}, but {expected} is next in the module tree. A pipeline needs "
                 "blocks that each run once, in order. Name them with PipelineOptions(blocks=[...]), or use another strategy"
             )
-        self._next += 1
-        if index < self._begin:
-            if index == self._begin - 1:
+        self._next_block += 1
+        if index < self._first_block:
+            if index == self._first_block - 1:
                 self._check_gradients(index, self._received)
                 return self._received
             return map_tensors(lambda tensor: make_placeholder(tensor, tensor.device), self._received)
         self._check_no_placeholder(f"block {names[index]}", (args, kwargs))
-        self._check_gradients(index, (args, kwargs, list(self._route.stages.blocks[index].parameters())))
-        output = bare(*args, **kwargs)
-        if index == self._end - 1 and not self._goes_on:
+        self._check_gradients(index, (args, kwargs, list(self._router.stages.blocks[index].parameters())))
+        output = original_call(*args, **kwargs)
+        if index == self._end_block - 1 and not self._runs_to_end:
             raise StageDone(self, output)
         return output
 
-    def record_absent(self, name: str) -> None:
+    def record_skipped_module(self, name: str) -> None:
         """Record the name of a skipped module that belongs to another stage, for error messages."""
-        self._absent.append(name)
+        self._skipped_modules.append(name)
 
     def check_result(self, result: Tree) -> None:
         """Raise an error if the return value of a forward cannot be computed on this stage.
@@ -238,10 +248,10 @@ class StageForward:
         Raises:
             UnsupportedError: If not all blocks were called, or the result depends on values of other stages.
         """
-        if self._next < len(self._route.stages.blocks):
-            name = self._route.stages.names[self._next]
+        if self._next_block < len(self._router.stages.blocks):
+            name = self._router.stages.names[self._next_block]
             raise UnsupportedError(
-                f"the loss was computed without block {name} of {self._route.kind}; it must call the model once, with all blocks"
+                f"the loss was computed without block {name} of {self._router.kind}; it must call the model once, with all blocks"
             )
         self._check_no_placeholder("the result", result)
 
@@ -255,23 +265,24 @@ class StageForward:
             UnsupportedError: If gradients are turned off, but were enabled when the forward began.
         """
         if (
-            not self._learns
+            not self._had_gradients_enabled
             or torch.is_grad_enabled()
             or not any(tensor.requires_grad for tensor in list_tensors(used))
         ):
             return
         raise UnsupportedError(
-            f"{self._route.kind} called block {self._route.stages.names[index]} with gradients turned off, but the block has "
+            f"{self._router.kind} called block {self._router.stages.names[index]} with gradients turned off, but the block has "
             "trainable parameters. A pipeline supports neither reentrant checkpointing nor torch.no_grad() around trainable "
             "blocks. Use checkpoint(..., use_reentrant=False) or ActivationCheckpointing. Freeze blocks that should not train "
             "with requires_grad_(False)"
         )
 
     def _check_no_placeholder(self, where: str, tree: Tree) -> None:
+        """Raise `UnsupportedError` if a tree contains a placeholder. `where` describes the tree in the message."""
         if any(isinstance(tensor, PlaceholderTensor) for tensor in list_tensors(tree)):
-            passed = f" ({', '.join(dict.fromkeys(self._absent))})" if self._absent else ""
+            names = f" ({', '.join(dict.fromkeys(self._skipped_modules))})" if self._skipped_modules else ""
             raise UnsupportedError(
-                f"{where} of {self._route.kind} on stage {self.stage} needs values that only other stages have{passed}. A pipeline "
+                f"{where} of {self._router.kind} on stage {self.stage} needs values that only other stages have{names}. A pipeline "
                 "passes on only what a block returns. Place such a module with PipelineOptions(first=[...], last=[...]), or use "
                 "another strategy"
             )
@@ -283,66 +294,77 @@ class ModuleRouter:
     Args:
         model: User's model.
         stages: Stages of the model.
-        local: Stages of this process.
+        local: Indices of the stages of this process.
         device: Device on which the model computes.
 
     Attributes:
-        running: Forward of the stage that is running, or None.
-        whole: Function that runs all stages, for calls of the model outside of a stage.
-        leave: Function that completes the model's forward after a stage has ended it early. It takes the output of the
-            stage's last block, and returns the stage's output. None: nothing remains to be done.
-        context: Context parallelism of the model. None: sequences are not sharded.
+        stages: Stages of the model.
+        kind: Class name of the model, for messages.
+        local: Indices of the stages of this process.
+        current_forward: Forward of the stage that is running, or None.
+        run_model: Function that runs all stages, for calls of the model outside of a stage. None: such calls raise an
+            error, because the model was released.
+        finish_forward: Function that completes the model's forward after a stage has ended it early. It takes the
+            output of the stage's last block, and returns the stage's output. None: nothing remains to be done.
+        context_parallel: Context parallelism of the model. None: sequences are not sharded.
     """
 
     def __init__(self, model: torch.nn.Module, stages: StageSplit, local: frozenset[int], device: torch.device) -> None:
         self.stages = stages
         self.kind = type(model).__name__
         self.local = local
-        self.running: StageForward | None = None
-        self.whole: Call | None = None
-        self.leave: Callable[[Tree], Tree] | None = None
-        self.context: ContextParallel | None = None
+        self.current_forward: StageForward | None = None
+        self.run_model: Call | None = None
+        self.finish_forward: Callable[[Tree], Tree] | None = None
+        self.context_parallel: ContextParallel | None = None
         self._device = device
-        self._shapes: CallCache[Tree] = CallCache(
+        # Outputs of modules of other stages, on the meta device.
+        self._meta_outputs: CallCache[Tree] = CallCache(
             "the shapes that modules of other stages return are found anew for each"
         )
         self._has_cache_argument = _has_parameter(model, "use_cache")
         self._config = getattr(model, "config", None)
-        for number, block in enumerate(stages.blocks):
-            _install_call(block, partial(self._call_block, number))
-        for name, on in stages.sides.items():
-            side = model.get_submodule(name)
-            _install_call(side, partial(self._call_side, name, side, on))
+        for index, block in enumerate(stages.blocks):
+            _install_call(block, partial(self._call_block, index))
+        for name, stage_indices in stages.outer_modules.items():
+            module = model.get_submodule(name)
+            _install_call(module, partial(self._call_outer_module, name, module, stage_indices))
         _install_call(model, self._call_model)
 
     def run(
-        self, stage: int, received: Tree, forward: Callable[[], Any], goes_on: bool = False, is_tail: bool = False
+        self,
+        stage: int,
+        received: Tree,
+        forward: Callable[[], Any],
+        runs_to_end: bool = False,
+        is_after_blocks: bool = False,
     ) -> Any:
-        """Run a forward of the model as one stage.
+        """Run a forward of the model as one stage. Nested calls are allowed, for example in recomputation.
 
         Args:
             stage: Index of the stage.
             received: Tree from the previous stage. None on the first stage.
             forward: Function that calls the model.
-            goes_on: Whether the forward continues after the stage's last block. Default: False.
-            is_tail: Whether to skip all blocks and run only the computation after them. Default: False.
+            runs_to_end: Whether the forward continues after the stage's last block. Default: False.
+            is_after_blocks: Whether to skip all blocks and run only the computation after them. Default: False.
 
         Returns:
-            Output of the stage's last block, completed by `leave`, if the forward ended there. Otherwise the return
-                value of `forward`.
+            Output of the stage's last block, completed by `finish_forward`, if the forward ended there. Otherwise the
+                return value of `forward`.
         """
-        before, self.running = self.running, StageForward(self, stage, received, goes_on, is_tail)
-        mine = self.running
+        outer_forward = self.current_forward
+        stage_forward = StageForward(self, stage, received, runs_to_end, is_after_blocks)
+        self.current_forward = stage_forward
         try:
             result = forward()
-            mine.check_result(result)
+            stage_forward.check_result(result)
             return result
-        except StageDone as arrived:
-            if arrived.running is not mine:
+        except StageDone as done:
+            if done.stage_forward is not stage_forward:
                 raise
-            return arrived.output if self.leave is None else self.leave(arrived.output)
+            return done.output if self.finish_forward is None else self.finish_forward(done.output)
         finally:
-            self.running = before
+            self.current_forward = outer_forward
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of a call, with `use_cache=False` added if the model has this argument.
@@ -355,14 +377,14 @@ class ModuleRouter:
                 f"{self.kind} was called with a cache (use_cache, past_key_values), of which each stage would have a part; pass "
                 "use_cache=False, also to generate()"
             )
-        for name in _ASKED:
+        for name in _OUTPUT_ARGUMENTS:
             if kwargs.get(name) or (kwargs.get(name) is None and getattr(self._config, name, False)):
                 raise UnsupportedError(
                     f"{name}=True asks for values of all blocks of {self.kind}, which are on different stages; turn it off"
                 )
         return {**kwargs, "use_cache": False} if self._has_cache_argument else kwargs
 
-    def make_outputs(
+    def make_placeholder_outputs(
         self,
         name: str,
         module: torch.nn.Module,
@@ -383,95 +405,109 @@ class ModuleRouter:
             PrepareError: If the module's forward fails with meta tensors, because it needs values.
         """
         key = describe_call((args, kwargs)), (name, torch.is_grad_enabled())
-        found = self._shapes.get(key)
-        if found is None:
-            given, named = map_tensors(_shape_of, (args, kwargs))
+        outputs = self._meta_outputs.get(key)
+        if outputs is None:
+            meta_args, meta_kwargs = map_tensors(_make_meta_tensor, (args, kwargs))
             try:
-                with torch.no_grad(), _without_values(module):
-                    found = module.forward(*given, **named)  # skips its hooks, which may run collectives
+                with torch.no_grad(), _replace_values(module):
+                    outputs = module.forward(*meta_args, **meta_kwargs)  # skips its hooks, which may run collectives
             except Exception as error:
                 raise PrepareError(
                     f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found without "
                     f"its values ({type(error).__name__}: {error}). Put it on both stages with PipelineOptions(first=[{name!r}], "
                     f"last=[{name!r}])"
                 ) from error
-            self._shapes.put(key, found)
-        return map_tensors(lambda tensor: make_placeholder(tensor, self._device), found)
+            self._meta_outputs.put(key, outputs)
+        return map_tensors(lambda tensor: make_placeholder(tensor, self._device), outputs)
 
-    # ---------------------------------------------------------------- calls of its modules
+    # ---------------------------------------------------------------- calls of the model and its modules
 
-    def _call_block(self, number: int, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.running is not None:
-            if not number and self.context is not None:
-                self.context.record_length(args, kwargs)
-            return self.running.call_block(number, bare, args, kwargs)
-        if self.stages.find_stage(number) not in self.local:
-            self._raise_elsewhere(self.stages.names[number])
-        return bare(*args, **kwargs)
+    def _call_block(
+        self, index: int, original_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run or replace a call of a block. Outside of the model's forward, a block of this process runs as usual."""
+        if self.current_forward is not None:
+            if index == 0 and self.context_parallel is not None:
+                self.context_parallel.record_length(args, kwargs)
+            return self.current_forward.call_block(index, original_call, args, kwargs)
+        if self.stages.find_stage(index) not in self.local:
+            self._raise_on_other_stage(self.stages.names[index])
+        return original_call(*args, **kwargs)
 
-    def _call_side(
+    def _call_outer_module(
         self,
         name: str,
         module: torch.nn.Module,
-        on: frozenset[int],
-        bare: Callable[..., Any],
+        stage_indices: frozenset[int],
+        original_call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        is_here = bool(on & self.local)
-        if self.running is None or self.running.stage in on:
-            if not is_here:
-                self._raise_elsewhere(name)
-            return bare(*args, **kwargs)
-        self.running.record_absent(name)
-        if not is_here:
-            return self.make_outputs(name, module, args, kwargs)
-        with torch.no_grad():  # the module belongs to another stage of this process
-            found = bare(*args, **kwargs)
-        return map_tensors(lambda tensor: make_placeholder(tensor, tensor.device), found)
+        """Run a call of a module outside of the blocks, or return placeholders if another stage has the module.
 
-    def _call_model(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.running is not None:
-            self.running.count_model_call()
-            return bare(*args, **self.check_arguments(args, kwargs))
-        if self.whole is None:
+        Args:
+            name: Name of the module.
+            module: Module.
+            stage_indices: Indices of the stages that have the module.
+            original_call: Original `__call__` of the module.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+        is_local = bool(stage_indices & self.local)
+        if self.current_forward is None or self.current_forward.stage in stage_indices:
+            if not is_local:
+                self._raise_on_other_stage(name)
+            return original_call(*args, **kwargs)
+        self.current_forward.record_skipped_module(name)
+        if not is_local:
+            return self.make_placeholder_outputs(name, module, args, kwargs)
+        with torch.no_grad():  # the module belongs to another stage of this process
+            outputs = original_call(*args, **kwargs)
+        return map_tensors(lambda tensor: make_placeholder(tensor, tensor.device), outputs)
+
+    def _call_model(self, original_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward within a stage, and all stages otherwise."""
+        if self.current_forward is not None:
+            self.current_forward.count_model_call()
+            return original_call(*args, **self.check_arguments(args, kwargs))
+        if self.run_model is None:
             raise UnsupportedError(
                 f"{self.kind} was released, and this process has only some of its stages; prepare it again"
             )
-        return self.whole(bare, args, self.check_arguments(args, kwargs))
+        return self.run_model(original_call, args, self.check_arguments(args, kwargs))
 
-    def _raise_elsewhere(self, name: str) -> None:
+    def _raise_on_other_stage(self, name: str) -> None:
         raise UnsupportedError(
             f"{name} of {self.kind} was called outside of the model's forward, but it is on another stage of the pipeline"
         )
 
 
 @contextmanager
-def _without_values(module: torch.nn.Module) -> Iterator[None]:
+def _replace_values(module: torch.nn.Module) -> Iterator[None]:
     """Return a context in which all parameters and buffers of a module are replaced by meta tensors.
 
     All of them are replaced, because a module of another stage can have only some of its tensors on this rank. An
     example is a tied embedding whose weight is on this rank but whose scale is not.
     """
     tables: list[dict[str, Any]] = [t for each in module.modules() for t in (each._parameters, each._buffers)]
-    before = [dict(table) for table in tables]
+    originals = [dict(table) for table in tables]
     try:
         for table in tables:
-            table.update({name: _shape_of(tensor) for name, tensor in table.items() if tensor is not None})
+            table.update({name: _make_meta_tensor(tensor) for name, tensor in table.items() if tensor is not None})
         yield
     finally:
-        for table, held in zip(tables, before):
-            table.update(held)
+        for table, original in zip(tables, originals):
+            table.update(original)
 
 
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+def _make_meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a meta tensor with the shape and dtype of a tensor. For a DTensor, it has the full shape."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def is_routed(model: torch.nn.Module) -> bool:
     """Whether the model is already split into stages."""
-    return _KEY in model.__dict__
+    return _CALL_KEY in model.__dict__
 
 
 class RoutedModule:
@@ -479,16 +515,18 @@ class RoutedModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Pass the arguments, and the module's original `__call__`, to the router."""
-        return self.__dict__[_KEY](super().__call__, args, kwargs)  # type: ignore[misc]
+        return self.__dict__[_CALL_KEY](super().__call__, args, kwargs)  # type: ignore[misc]
 
 
 def _install_call(module: torch.nn.Module, call: Call) -> None:
-    if _KEY not in module.__dict__:
+    """Make a module pass its calls to `call`, instead of an earlier one if the module is already routed."""
+    if _CALL_KEY not in module.__dict__:
         extend_class(module, RoutedModule)
-    module.__dict__[_KEY] = call
+    module.__dict__[_CALL_KEY] = call
 
 
 def _has_parameter(model: torch.nn.Module, name: str) -> bool:
+    """Whether the model's forward has a parameter of this name. False if the signature cannot be read."""
     try:
         return name in inspect.signature(model.forward).parameters
     except (TypeError, ValueError):

@@ -39,54 +39,54 @@ class StageSplit:
         blocks: Repeated blocks in the order in which they run.
         names: Names of the blocks.
         bounds: Index of each stage's first block, followed by the number of blocks.
-        sides: Stages that hold each module outside of the blocks, by the module's name. Modules without parameters are
-            not included.
-        loose: Names of parameters and buffers that belong directly to modules that contain blocks. All stages hold
-            them.
+        outer_modules: Indices of the stages that hold each module outside of the blocks, by the module's name. Modules
+            without parameters are not included.
+        common_tensors: Names of parameters and buffers that belong directly to modules that contain blocks. All stages
+            hold them.
     """
 
     blocks: tuple[torch.nn.Module, ...]
     names: tuple[str, ...]
     bounds: tuple[int, ...]
-    sides: dict[str, frozenset[int]]
-    loose: tuple[str, ...]
+    outer_modules: dict[str, frozenset[int]]
+    common_tensors: tuple[str, ...]
 
     @property
-    def num(self) -> int:
+    def num_stages(self) -> int:
         """Number of stages."""
         return len(self.bounds) - 1
 
     def find_stage(self, block: int) -> int:
         """Return the stage of a block, given the block's index."""
-        return next(stage for stage in range(self.num) if block < self.bounds[stage + 1])
+        return next(stage for stage in range(self.num_stages) if block < self.bounds[stage + 1])
 
-    def map_holders(self, model: torch.nn.Module) -> dict[int, frozenset[int]]:
-        """Return the stages that hold each parameter and buffer, by the tensor's `id`.
+    def map_stages(self, model: torch.nn.Module) -> dict[int, frozenset[int]]:
+        """Return the indices of the stages that hold each parameter and buffer, by the tensor's `id`.
 
-        A tensor that belongs to no block and to no module in `sides` is held by all stages.
+        All stages hold the `common_tensors`, and tensors that belong to no block and to no module in `outer_modules`.
 
         Args:
             model: Model that was split.
         """
-        every = frozenset(range(self.num))
-        found = {id(tensor): frozenset[int]() for tensor in (*model.parameters(), *model.buffers())}
-        blocks = ((frozenset((self.find_stage(number),)), block) for number, block in enumerate(self.blocks))
-        sides = ((stages, model.get_submodule(name)) for name, stages in self.sides.items())
-        for stages, module in (*blocks, *sides):
+        all_stages = frozenset(range(self.num_stages))
+        stages_by_id = {id(tensor): frozenset[int]() for tensor in (*model.parameters(), *model.buffers())}
+        blocks = ((frozenset((self.find_stage(index),)), block) for index, block in enumerate(self.blocks))
+        outer_modules = ((stages, model.get_submodule(name)) for name, stages in self.outer_modules.items())
+        for stages, module in (*blocks, *outer_modules):
             for tensor in (*module.parameters(), *module.buffers()):
-                found[id(tensor)] |= stages
-        loose = {id(_get_tensor(model, name)) for name in self.loose}
-        return {key: every if key in loose or not stages else stages for key, stages in found.items()}
+                stages_by_id[id(tensor)] |= stages
+        common_ids = {id(_get_tensor(model, name)) for name in self.common_tensors}
+        return {key: all_stages if key in common_ids or not stages else stages for key, stages in stages_by_id.items()}
 
     def describe(self) -> str:
         """Return a text for the log that names the blocks and other modules of each stage."""
-        runs = [self.names[a : b or None] for a, b in zip(self.bounds, self.bounds[1:])]
-        parts = []
-        for stage, run in enumerate(runs):
-            own = [name for name, stages in self.sides.items() if stage in stages]
-            blocks = run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}"
-            parts.append(f"{stage}: {', '.join([blocks, *own])}")
-        return "; ".join(parts)
+        texts = []
+        for stage, (start, stop) in enumerate(zip(self.bounds, self.bounds[1:])):
+            block_names = self.names[start:stop]
+            blocks = block_names[0] if len(block_names) == 1 else f"{block_names[0]} to {block_names[-1]}"
+            outer_names = [name for name, stages in self.outer_modules.items() if stage in stages]
+            texts.append(f"{stage}: {', '.join([blocks, *outer_names])}")
+        return "; ".join(texts)
 
 
 def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOptions) -> StageSplit:
@@ -103,20 +103,18 @@ def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOption
             for each later stage, in order.
     """
     blocks = find_blocks(model, options.blocks)
-    by_id = {id(module): name for name, module in model.named_modules()}
-    names = [by_id[id(block)] for block in blocks]
+    names_by_id = {id(module): name for name, module in model.named_modules()}
+    names = [names_by_id[id(block)] for block in blocks]
     kind = type(model).__name__
     if len(blocks) < num_stages:
-        found = f"{len(blocks)} repeated blocks ({', '.join(names)})" if blocks else "no repeated blocks"
+        count = f"{len(blocks)} repeated blocks ({', '.join(names)})" if blocks else "no repeated blocks"
         raise PrepareError(
-            f"{kind} has {found}, too few for {num_stages} stages of a pipeline; use fewer ranks along pp, or name its blocks: "
+            f"{kind} has {count}, too few for {num_stages} stages of a pipeline; use fewer ranks along pp, or name its blocks: "
             'kwargs_handlers=[PipelineOptions(blocks=["Block"])]'
         )
-    bounds = (
-        _named_bounds(names, num_stages, options.split) if options.split else _split_evenly(len(blocks), num_stages)
-    )
-    sides, loose = _place_sides(model, set(map(id, blocks)), num_stages, options)
-    return StageSplit(tuple(blocks), tuple(names), tuple(bounds), sides, tuple(loose))
+    bounds = _find_bounds(names, num_stages, options.split) if options.split else _split_evenly(len(blocks), num_stages)
+    outer_modules, common_tensors = _place_outer_modules(model, set(map(id, blocks)), num_stages, options)
+    return StageSplit(tuple(blocks), tuple(names), tuple(bounds), outer_modules, tuple(common_tensors))
 
 
 def _split_evenly(num_blocks: int, num_stages: int) -> list[int]:
@@ -125,12 +123,24 @@ def _split_evenly(num_blocks: int, num_stages: int) -> list[int]:
     If the blocks cannot be divided evenly, the middle stages get an additional block first, and then the first stage.
     The last stage, which has the head, never gets one.
     """
-    size, rest = divmod(num_blocks, num_stages)
+    size, num_larger = divmod(num_blocks, num_stages)
+    # From the first to get an additional block to the last.
     order = sorted(range(num_stages), key=lambda stage: (stage == num_stages - 1, stage == 0, stage))
-    return [0, *accumulate(size + (stage in order[:rest]) for stage in range(num_stages))]
+    larger_stages = order[:num_larger]
+    return [0, *accumulate(size + (stage in larger_stages) for stage in range(num_stages))]
 
 
-def _named_bounds(names: list[str], num_stages: int, split: tuple[str, ...]) -> list[int]:
+def _find_bounds(names: list[str], num_stages: int, split: tuple[str, ...]) -> list[int]:
+    """Return the index of each stage's first block, followed by the number of blocks, from the names of first blocks.
+
+    Args:
+        names: Names of all blocks.
+        num_stages: Number of stages.
+        split: Name of the first block of each stage after the first.
+
+    Raises:
+        ConfigError: If a name is not that of a block, or if the names are not one for each later stage, in order.
+    """
     unknown = [name for name in split if name not in names]
     if unknown:
         raise ConfigError(f"PipelineOptions(split=...) names {unknown[0]!r}; the blocks are {', '.join(names)}")
@@ -143,7 +153,7 @@ def _named_bounds(names: list[str], num_stages: int, split: tuple[str, ...]) -> 
     return [0, *begins, len(names)]
 
 
-def _place_sides(
+def _place_outer_modules(
     model: torch.nn.Module, blocks: set[int], num_stages: int, options: PipelineOptions
 ) -> tuple[dict[str, frozenset[int]], list[str]]:
     """Return the stages of modules outside of the blocks, and the names of tensors that all stages hold.
@@ -162,43 +172,46 @@ def _place_sides(
         ConfigError: If a module that the options name is within a block, contains blocks, has no parameters, or does
             not exist.
     """
-    around = {id(module) for module in model.modules() if any(id(each) in blocks for each in module.modules())} - blocks
-    found: dict[str, frozenset[int]] = {}
-    loose: list[str] = []
-    has_met_blocks = False
-    inside: set[str] = set()
+    ids_around_blocks = {
+        id(module) for module in model.modules() if any(id(each) in blocks for each in module.modules())
+    } - blocks
+    stages_by_name: dict[str, frozenset[int]] = {}
+    common_tensors: list[str] = []
+    is_after_first_block = False
+    assigned: set[str] = set()  # blocks and outer modules; their submodules are on the same stages
     containers: set[str] = set()
     for name, module in model.named_modules():
         if id(module) in blocks:
-            has_met_blocks = True
-        if any(name.startswith(f"{each}.") for each in inside) or id(module) in blocks:
-            inside.add(name)
+            is_after_first_block = True
+        if any(name.startswith(f"{each}.") for each in assigned) or id(module) in blocks:
+            assigned.add(name)
             continue
-        if id(module) in around:
-            own = {**module._parameters, **module._buffers}
-            loose += [f"{name}.{key}".lstrip(".") for key, tensor in own.items() if tensor is not None]
+        if id(module) in ids_around_blocks:
+            tensors = {**module._parameters, **module._buffers}
+            common_tensors += [f"{name}.{key}".lstrip(".") for key, tensor in tensors.items() if tensor is not None]
             continue
         if _is_bare_container(module):  # its children are called, and it is not
             containers.add(name)
             continue
-        inside.add(name)
+        assigned.add(name)
         if any(True for _ in module.parameters()):
             if hasattr(model, "peft_config") and name.startswith(f"{_PROMPTS}."):
-                found[name] = frozenset(range(num_stages))
+                stages_by_name[name] = frozenset(range(num_stages))
             else:
-                found[name] = frozenset((num_stages - 1 if has_met_blocks else 0,))
-    first, last = (_name_children(names, containers, found) for names in (options.first, options.last))
-    for stage, wanted in ((0, first), (num_stages - 1, last)):
-        for name in wanted:
-            if name not in found:
+                stages_by_name[name] = frozenset((num_stages - 1 if is_after_first_block else 0,))
+    first_names = _expand_containers(options.first, containers, stages_by_name)
+    last_names = _expand_containers(options.last, containers, stages_by_name)
+    for option, names in (("first", first_names), ("last", last_names)):
+        for name in names:
+            if name not in stages_by_name:
                 raise ConfigError(
-                    f"PipelineOptions({'first' if stage == 0 else 'last'}=...) names {name!r}; the modules with parameters outside "
-                    f"of the blocks of {type(model).__name__} are {', '.join(found) or 'none'}"
+                    f"PipelineOptions({option}=...) names {name!r}; the modules with parameters outside "
+                    f"of the blocks of {type(model).__name__} are {', '.join(stages_by_name) or 'none'}"
                 )
-    for name in found:
-        stages = {stage for stage, wanted in ((0, first), (num_stages - 1, last)) if name in wanted}
-        found[name] = frozenset(stages) or found[name]
-    return found, loose
+    for name in {*first_names, *last_names}:
+        stages = {stage for stage, names in ((0, first_names), (num_stages - 1, last_names)) if name in names}
+        stages_by_name[name] = frozenset(stages)
+    return stages_by_name, common_tensors
 
 
 def _is_bare_container(module: torch.nn.Module) -> bool:
@@ -206,22 +219,25 @@ def _is_bare_container(module: torch.nn.Module) -> bool:
     return is_container(module) and bool(module._modules) and not (module._parameters or module._buffers)
 
 
-def _name_children(wanted: Iterable[str], containers: set[str], names: Iterable[str]) -> list[str]:
-    """Return the wanted names, with the name of each container replaced by the names of the modules in it.
+def _expand_containers(names: Iterable[str], containers: set[str], outer_names: Iterable[str]) -> list[str]:
+    """Return names from the user's options, with each container's name replaced by the names of the modules in it.
+
+    A container without such modules keeps its name.
 
     Args:
-        wanted: Names from the user's options.
+        names: Names from the user's options.
         containers: Names of containers that have no forward.
-        names: Names of the modules outside of the blocks.
+        outer_names: Names of the modules outside of the blocks.
     """
-    made: list[str] = []
-    for name in wanted:
-        inner = [each for each in names if each.startswith(f"{name}.")] if name in containers else []
-        made += inner or [name]
-    return made
+    expanded: list[str] = []
+    for name in names:
+        children = [each for each in outer_names if each.startswith(f"{name}.")] if name in containers else []
+        expanded += children or [name]
+    return expanded
 
 
 def _get_tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return a parameter or buffer of a model by its name."""
     path, _, key = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(path), key)
     return tensor
@@ -232,67 +248,89 @@ class PipelineState:
 
     Args:
         model: User's model, which has been split.
-        owners: Pipeline ranks that hold each parameter and buffer, by name.
+        holders: Pipeline ranks that hold each parameter and buffer, by name.
         layout: Layout of the run.
         rank: Global rank of this process.
 
     Attributes:
-        owners: Pipeline ranks that hold each parameter and buffer, by name.
+        holders: Pipeline ranks that hold each parameter and buffer, by name.
     """
 
-    def __init__(self, model: torch.nn.Module, owners: Mapping[str, frozenset[int]], layout: Layout, rank: int) -> None:
-        self.owners = owners
+    def __init__(
+        self, model: torch.nn.Module, holders: Mapping[str, frozenset[int]], layout: Layout, rank: int
+    ) -> None:
+        self.holders = holders
         self._model = model
         self._rank = rank
-        self._ranks = layout.list_groups("pp")[0]
-        self._place = layout.find_coordinates(rank)["pp"]
-        self._everywhere = frozenset(range(layout.pp))
-        self._is_spread = bool(layout.sizes.keys() - {"pp", "replicate"})
+        # Global ranks of the first pipeline, whose ranks write unsharded tensors.
+        self._writing_ranks = layout.list_groups("pp")[0]
+        self._pipeline_rank = layout.find_coordinates(rank)["pp"]
+        self._all_pipeline_ranks = frozenset(range(layout.pp))
+        self._is_sharded = bool(layout.sizes.keys() - {"pp", "replicate"})
 
-    def list_elsewhere(self) -> frozenset[int]:
+    def list_remote_ids(self) -> frozenset[int]:
         """Return the IDs of the parameters and buffers that only other pipeline ranks hold."""
-        named = (*self._model.named_parameters(), *self._model.named_buffers())
-        return frozenset(id(tensor) for name, tensor in named if self._place not in self.owners[name])
+        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+        return frozenset(id(tensor) for name, tensor in tensors if self._pipeline_rank not in self.holders[name])
 
-    # ---------------------------------------------------------------- pieces
+    # ---------------------------------------------------------------- shards of tensors
 
     def _make_piece(
-        self, shape: tuple[int, ...], dtype: torch.dtype, on: frozenset[int], held: torch.Tensor | None
+        self, shape: tuple[int, ...], dtype: torch.dtype, holders: frozenset[int], tensor: torch.Tensor | None
     ) -> ShardPiece:
-        if held is not None and is_dtensor(held):
-            piece = ShardCutter().cut_tensor(held)
-            boxes = (replace(box, is_written=box.is_written and self._place == min(on)) for box in piece.boxes)
+        """Return this rank's `ShardPiece` of a tensor. The first pipeline rank that holds the tensor writes it.
+
+        Args:
+            shape: Full shape of the tensor.
+            dtype: Dtype of the tensor.
+            holders: Pipeline ranks that hold the tensor.
+            tensor: Tensor or DTensor on this rank. None: only other pipeline ranks hold it.
+        """
+        if tensor is not None and is_dtensor(tensor):
+            piece = ShardCutter().cut_tensor(tensor)
+            is_writer = self._pipeline_rank == min(holders)
+            boxes = (replace(box, is_written=box.is_written and is_writer) for box in piece.boxes)
             return replace(piece, boxes=tuple(boxes), split=None)
-        writer = self._ranks[min(on)]
+        writer = self._writing_ranks[min(holders)]
         # Ranks of other stages do not know how a stage's parameters are sharded.
-        split = None if self._is_spread else TensorSplit(tuple((size,) for size in shape), (writer,))
-        if held is None:
+        split = None if self._is_sharded else TensorSplit(tuple((size,) for size in shape), (writer,))
+        if tensor is None:
             return ShardPiece(shape, dtype, (), None, split)
-        plain = held.detach()
-        return ShardPiece(shape, dtype, (TensorBox((0,) * len(shape), plain, self._rank == writer),), plain, split)
+        values = tensor.detach()
+        box = TensorBox((0,) * len(shape), values, self._rank == writer)
+        return ShardPiece(shape, dtype, (box,), values, split)
 
     def _export_tensor(self, name: str, tensor: torch.Tensor) -> Any:
-        on = self.owners[name]
-        if on == self._everywhere and not is_dtensor(tensor):
+        """Return a tensor if all pipeline ranks hold all of it, else this rank's `ShardPiece` of it.
+
+        Tensors without elements are returned as new empty tensors.
+
+        Args:
+            name: Name of the tensor in the model.
+            tensor: Tensor on this rank. A meta tensor if only other pipeline ranks hold it.
+        """
+        holders = self.holders[name]
+        if holders == self._all_pipeline_ranks and not is_dtensor(tensor):
             return tensor.detach()
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return self._make_piece(tuple(tensor.shape), tensor.dtype, on, None if tensor.is_meta else tensor)
+        return self._make_piece(tuple(tensor.shape), tensor.dtype, holders, None if tensor.is_meta else tensor)
 
     def export_state(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) for each entry of the model's state dict.
 
         A tensor that not all pipeline ranks hold completely is yielded as a `ShardPiece`, with this rank's values only.
         """
-        made: dict[int, Any] = {}
+        exported: dict[int, Any] = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
-            for inner, each in split_wrappers([(name, value)]):
-                if not isinstance(each, torch.Tensor) or name not in self.owners:
-                    yield inner, each
+            # A tensor that consists of other tensors, such as a quantized weight, is exported as these.
+            for inner_name, inner_value in split_wrappers([(name, value)]):
+                if not isinstance(inner_value, torch.Tensor) or name not in self.holders:
+                    yield inner_name, inner_value
                     continue
-                if id(each) not in made:  # two names of a tied tensor must stay one object
-                    made[id(each)] = self._export_tensor(name, each)
-                yield inner, made[id(each)]
+                if id(inner_value) not in exported:  # two names of a tied tensor must stay one object
+                    exported[id(inner_value)] = self._export_tensor(name, inner_value)
+                yield inner_name, exported[id(inner_value)]
 
     def get_part(self, parameter: torch.Tensor) -> Any:
         """Return this rank's part of a parameter: a `ShardPiece`, or a tensor if all pipeline ranks hold all of it.
@@ -318,40 +356,55 @@ class PipelineState:
             group: Collectives over the ranks of one pipeline.
         """
         names = self._map_names()
-        listed = [p for parameters in optimizer.param_groups for p in parameters["params"] if id(p) in names]
-        before = dict(optimizer.state)
-        values = {key: export_state(optimizer, entry) for key, entry in before.items()}
-        own = {
-            names[id(parameter)]: {key: _describe_value(value) for key, value in values[parameter].items()}
-            for parameter in listed
-            if parameter in values and isinstance(values[parameter], dict) and not parameter.is_meta
+        parameters = [p for param_group in optimizer.param_groups for p in param_group["params"] if id(p) in names]
+        original_state = dict(optimizer.state)
+        # Low-bit states are exported as float32 values.
+        entries = {key: export_state(optimizer, entry) for key, entry in original_state.items()}
+        descriptions = {
+            names[id(parameter)]: {key: _describe_value(value) for key, value in entries[parameter].items()}
+            for parameter in parameters
+            if parameter in entries and isinstance(entries[parameter], dict) and not parameter.is_meta
         }
-        answers = group.gather_objects(own)
-        shown: dict[Any, Any] = {}
-        for parameter in listed:
+        descriptions_by_rank = group.gather_objects(descriptions)
+        exposed_state: dict[Any, Any] = {}
+        for parameter in parameters:
             name = names[id(parameter)]
-            on = self.owners[name]
-            told = answers[min(on)].get(name)
-            if told is not None:
-                held = values.get(parameter, {}) if not parameter.is_meta else {}
-                shown[parameter] = {key: self._describe_state(each, on, held.get(key)) for key, each in told.items()}
-        rest = {key: value for key, value in before.items() if not any(key is parameter for parameter in listed)}
+            holders = self.holders[name]
+            description = descriptions_by_rank[min(holders)].get(name)
+            if description is not None:
+                entry = entries.get(parameter, {}) if not parameter.is_meta else {}
+                exposed_state[parameter] = {
+                    key: self._export_value(value_description, holders, entry.get(key))
+                    for key, value_description in description.items()
+                }
+        parameter_ids = {id(parameter) for parameter in parameters}
+        exposed_state |= {key: value for key, value in original_state.items() if id(key) not in parameter_ids}
         try:
             optimizer.state.clear()
-            optimizer.state.update({**shown, **rest})
+            optimizer.state.update(exposed_state)
             yield
         finally:
             optimizer.state.clear()
-            optimizer.state.update(before)
+            optimizer.state.update(original_state)
 
-    def _describe_state(self, told: Any, on: frozenset[int], held: Any) -> Any:
-        if not isinstance(told, TensorSpec):
-            return told if held is None else held
-        if on == self._everywhere and not is_dtensor(held):
-            return held
-        if 0 in told.shape:
-            return torch.empty(told.shape, dtype=told.dtype)
-        return self._make_piece(told.shape, told.dtype, on, held)
+    def _export_value(self, description: Any, holders: frozenset[int], value: Any) -> Any:
+        """Return one value of a parameter's optimizer state for a checkpoint.
+
+        Args:
+            description: Description of the value, from the first pipeline rank that holds the parameter.
+            holders: Pipeline ranks that hold the parameter.
+            value: Value on this rank. None if only other pipeline ranks hold the parameter.
+
+        Returns:
+            A `ShardPiece`, or the value itself if it is a scalar or if all pipeline ranks hold all of it.
+        """
+        if not isinstance(description, TensorSpec):
+            return description if value is None else value
+        if holders == self._all_pipeline_ranks and not is_dtensor(value):
+            return value
+        if 0 in description.shape:
+            return torch.empty(description.shape, dtype=description.dtype)
+        return self._make_piece(description.shape, description.dtype, holders, value)
 
     def convert_loaded_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Convert the `ShardPiece` objects in loaded optimizer states to tensors.
@@ -379,8 +432,8 @@ def _join_state(piece: ShardPiece, parameter: torch.Tensor) -> torch.Tensor:
     """
     if is_dtensor(parameter):
         return dtensors.assemble_boxes(((box.offsets, box.values) for box in piece.boxes), piece.dtype, parameter)
-    whole = piece.boxes[0].values if piece.boxes else torch.empty(piece.shape, dtype=piece.dtype)
-    return whole.to(parameter.device)
+    values = piece.boxes[0].values if piece.boxes else torch.empty(piece.shape, dtype=piece.dtype)
+    return values.to(parameter.device)
 
 
 def _describe_value(value: Any) -> Any:

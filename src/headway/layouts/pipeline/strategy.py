@@ -61,10 +61,11 @@ class PipelineStrategy(Strategy):
         collectives: Collectives over all ranks.
         layout: Number of ranks along each axis.
         options: Options of the pipeline, such as its schedule.
-        spread: Strategy that shards the parameters of a stage. None: they are not sharded. Default: None.
+        mesh_strategy: Strategy that shards the parameters of this rank's stages. None: they are not sharded. Default:
+            None.
 
     Raises:
-        UnsupportedError: If the schedule cannot be combined with expert parallelism.
+        UnsupportedError: If the schedule splits backward in two, and the layout has expert parallelism.
     """
 
     name = "pp"
@@ -78,7 +79,11 @@ class PipelineStrategy(Strategy):
     )
 
     def __init__(
-        self, collectives: Collectives, layout: Layout, options: PipelineOptions, spread: "MeshStrategy | None" = None
+        self,
+        collectives: Collectives,
+        layout: Layout,
+        options: PipelineOptions,
+        mesh_strategy: "MeshStrategy | None" = None,
     ) -> None:
         super().__init__(collectives)
         if layout.ep > 1 and options.schedule in _SPLIT_SCHEDULES:
@@ -89,7 +94,7 @@ class PipelineStrategy(Strategy):
         scope.get_or_create(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
         self.layout = layout
         self.name = format_sizes(dict.fromkeys(layout.sizes))
-        self._spread = spread
+        self._mesh_strategy = mesh_strategy
         self._options = options
         self._group = collectives.split(layout.list_groups("pp"))
         self.data_group = collectives.split(layout.data_groups)
@@ -98,21 +103,24 @@ class PipelineStrategy(Strategy):
         self.data_shard = ShardIndex(layout.find_data_index(collectives.rank), layout.num_data_shards)
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._replaced = ReplacedParameters(tuple)
-        self._shared: list[tuple[Collectives, list[torch.nn.Parameter]]] = []
-        self._uncounted: set[int] = set()
-        self._summed: dict[int, torch.Tensor] = {}
-        self._aside: dict[int, torch.Tensor] = {}
+        # Parameters that several stages hold, with the collectives over the ranks of these stages.
+        self._shared_parameters: list[tuple[Collectives, list[torch.nn.Parameter]]] = []
+        self._ids_counted_elsewhere: set[int] = set()  # shared parameters that another rank includes in gradient norms
+        # By the ID of a shared parameter: its gradient after the last sum over stages, and an earlier gradient that was
+        # set aside before a later backward.
+        self._summed_grads: dict[int, torch.Tensor] = {}
+        self._earlier_grads: dict[int, torch.Tensor] = {}
         self._model: torch.nn.Module | None = None
-        self._pipe: PipelineRunner | None = None
+        self._runner: PipelineRunner | None = None
         self._calls: PlainCalls | None = None
         self._state: PipelineState | None = None
         self._task: PipelineTask | None = None
         self._context: ContextParallel | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_ended = False
-        process.release_at_end(self._end_group, ends_with_group=True)
+        process.release_at_end(self._end_process_group, ends_with_group=True)
 
-    def _end_group(self) -> None:
+    def _end_process_group(self) -> None:
         """Release the model when the process group ends, because the strategy's subgroups end with it."""
         self.release_model()
         self._has_ended = True
@@ -160,40 +168,42 @@ class PipelineStrategy(Strategy):
         """
         if self._has_ended and self.layout.num_ranks > self.layout.pp:
             raise StateError(describe_ended_groups(self.layout))
-        known = self.everyone.runtime.scope.get_or_create(ShardedModels)
-        how = (self.layout, self._options)
-        parts = known.find_record(model, how)
+        sharded_models = self.everyone.runtime.scope.get_or_create(ShardedModels)
+        split_options = (self.layout, self._options)
+        split = sharded_models.find_record(model, split_options)
         missing = None
-        context: ContextParallel | None = None if self._spread is None else self._spread.split_sequences(model)
+        context: ContextParallel | None = None
+        if self._mesh_strategy is not None:
+            context = self._mesh_strategy.split_sequences(model)
         try:
-            if parts is None:
-                if self._spread is None:
+            if split is None:
+                if self._mesh_strategy is None:
                     missing = MissingValues(model, self.everyone, self._expected_names)
                 else:
-                    self._spread.check_shardable(model)
-                    missing = self._spread.broadcast_values(model, self._expected_names)
-                parts = self._split_model(model, transforms)
-                known.record_model(model, how, parts)
+                    self._mesh_strategy.check_shardable(model)
+                    missing = self._mesh_strategy.broadcast_values(model, self._expected_names)
+                split = self._split_model(model, transforms)
+                sharded_models.record_model(model, split_options, split)
         except BaseException:
             if context is not None:
                 context.release()
             raise
-        route, state = parts
-        if self._spread is not None:
-            self._spread.setup_model(model, (), state.list_elsewhere(), context)
-            route.leave = partial(self._spread.end_forward, model)
+        router, state = split
+        if self._mesh_strategy is not None:
+            self._mesh_strategy.setup_model(model, (), state.list_remote_ids(), context)
+            router.finish_forward = partial(self._mesh_strategy.end_forward, model)
         if context is not None:
-            context.is_in_stage = lambda: route.running is not None
+            context.is_in_stage = lambda: router.current_forward is not None
         self._context = context
-        route.context = context
+        router.context_parallel = context
         if missing is not None:
-            missing.fill(model, route.stages.blocks, state.list_elsewhere())
-        self._pipe = PipelineRunner(model, route, self._group, self._options, self._token_group)
-        self._calls = PlainCalls(self._pipe)
-        route.whole = self._calls
+            missing.fill(model, router.stages.blocks, state.list_remote_ids())
+        self._runner = PipelineRunner(model, router, self._group, self._options, self._token_group)
+        self._calls = PlainCalls(self._runner)
+        router.run_model = self._calls
         self._model = model
         self._state = state
-        self._find_shared(model, state)
+        self._find_shared_parameters(model, state)
         return context
 
     def serve_inference_only(self, is_shared: bool) -> None:
@@ -203,19 +213,32 @@ class PipelineStrategy(Strategy):
             is_shared: Whether all ranks get the outputs. False: only the rank with the last stage gets them, and the
                 others get None.
         """
-        pipe, calls = self._pipe, self._calls
-        assert pipe is not None
+        runner, calls = self._runner, self._calls
+        assert runner is not None
         assert calls is not None
 
-        def call_without_gradients(bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call_without_gradients(
+            original_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
             with torch.no_grad():
-                return calls(bare, args, kwargs, is_shared)
+                return calls(original_call, args, kwargs, is_shared)
 
-        pipe.route.whole = call_without_gradients
+        runner.router.run_model = call_without_gradients
 
     def _split_model(
         self, model: torch.nn.Module, transforms: Iterable[Transform]
     ) -> tuple[ModuleRouter, PipelineState]:
+        """Assign the model's modules to stages, apply the transforms, and keep only this rank's tensors.
+
+        Args:
+            model: Model to split.
+            transforms: Functions that change the model before it is split.
+
+        Raises:
+            PrepareError: If the model has too few blocks, AdaLoRA adapters, or modules that need all ranks at once.
+            UnsupportedError: If the model is compiled as a whole, or its blocks are compiled and the schedule splits
+                backward in two.
+        """
         num_ranks, rank = self._group.world_size, self._group.rank
         num_stages = num_ranks * self._options.num_per_rank
         check_adapters(model, self.name)
@@ -231,84 +254,87 @@ class PipelineStrategy(Strategy):
             raise UnsupportedError(
                 "a compiled model cannot be cut into stages; use TorchDynamoPlugin(use_regional_compilation=True)"
             )
-        is_split = self._options.schedule in _SPLIT_SCHEDULES
-        if is_split and any(getattr(block, "_compiled_call_impl", None) is not None for block in stages.blocks):
+        splits_backward = self._options.schedule in _SPLIT_SCHEDULES
+        if splits_backward and any(getattr(block, "_compiled_call_impl", None) is not None for block in stages.blocks):
             raise UnsupportedError(
                 f"schedule={self._options.schedule!r} splits backward in two, which compiled blocks do not allow; use '1f1b' or "
                 "'interleaved', or leave compilation out"
             )
-        local = frozenset(s for s in range(num_stages) if self._options.find_rank(s, num_ranks) == rank)
+        rank_of_stage = [self._options.find_rank(stage, num_ranks) for stage in range(num_stages)]
+        local = frozenset(stage for stage in range(num_stages) if rank_of_stage[stage] == rank)
         holders = {
-            key: frozenset(self._options.find_rank(stage, num_ranks) for stage in on)
-            for key, on in stages.map_holders(model).items()
+            tensor_id: frozenset(rank_of_stage[stage] for stage in stage_indices)
+            for tensor_id, stage_indices in stages.map_stages(model).items()
         }
         log.info("stages of %s: %s", type(model).__name__, stages.describe())
-        route = ModuleRouter(model, stages, local, self.everyone.runtime.device)
-        owners = {id(tensor): holders[id(tensor)] for tensor in (*model.parameters(), *model.buffers())}
-        return route, PipelineState(model, self._keep_own_tensors(model, owners), self.layout, self.everyone.rank)
+        router = ModuleRouter(model, stages, local, self.everyone.runtime.device)
+        holders_by_name = self._keep_own_tensors(model, holders)
+        return router, PipelineState(model, holders_by_name, self.layout, self.everyone.rank)
 
-    def _keep_own_tensors(self, model: torch.nn.Module, owners: dict[int, frozenset[int]]) -> dict[str, frozenset[int]]:
+    def _keep_own_tensors(
+        self, model: torch.nn.Module, holders: dict[int, frozenset[int]]
+    ) -> dict[str, frozenset[int]]:
         """Replace the tensors of other ranks with meta tensors, and move those of this rank to the device.
 
         This rank's tensors are not moved if they are on the meta device, or if another strategy will shard them.
 
         Args:
             model: Model that is split.
-            owners: Pipeline ranks that hold each tensor, by the tensor's `id`. Entries for the moved tensors and the
+            holders: Pipeline ranks that hold each tensor, by the tensor's `id`. Entries for the moved tensors and the
                 meta tensors are added.
 
         Returns:
             Pipeline ranks that hold each tensor, by name.
         """
         rank, device = self._group.rank, self.everyone.runtime.device
-        made: dict[int, torch.Tensor] = {}
-        found: dict[str, frozenset[int]] = {}
+        replacements: dict[int, torch.Tensor] = {}  # by the ID of the original, and of the replacement itself
+        holders_by_name: dict[str, frozenset[int]] = {}
+        # `_mesh_strategy` moves only shards.
+        moves_tensors = self._mesh_strategy is None
         for path, module in model.named_modules(remove_duplicate=False):
-            for held in (module._parameters, module._buffers):
-                for name, tensor in list(held.items()):
+            for table in (module._parameters, module._buffers):
+                for name, tensor in list(table.items()):
                     if tensor is None:
                         continue
-                    key = id(tensor)
-                    if key not in made:
-                        is_whole = self._spread is None and not tensor.is_meta  # `self._spread` moves only shards
-                        if rank not in owners[key]:
-                            made[key] = wrap_like(tensor, _make_empty(tensor))
-                        elif is_whole and tensor.device != device:
-                            made[key] = wrap_like(tensor, tensor.to(device))
-                        else:
-                            made[key] = tensor
-                        if made[key] is not tensor:
-                            self._replaced.record_pairs([(tensor, made[key])])
-                        owners[id(made[key])] = owners[key]
-                        made[id(made[key])] = made[key]
-                    held[name] = made[key]
-                    found[f"{path}.{name}".lstrip(".")] = owners[key]
-        return found
+                    if id(tensor) not in replacements:
+                        replacement = tensor
+                        if rank not in holders[id(tensor)]:
+                            replacement = wrap_like(tensor, _make_meta_tensor(tensor))
+                        elif moves_tensors and not tensor.is_meta and tensor.device != device:
+                            replacement = wrap_like(tensor, tensor.to(device))
+                        if replacement is not tensor:
+                            self._replaced.record_pairs([(tensor, replacement)])
+                        replacements[id(tensor)] = replacements[id(replacement)] = replacement
+                        holders[id(replacement)] = holders[id(tensor)]
+                    table[name] = replacements[id(tensor)]
+                    holders_by_name[f"{path}.{name}".lstrip(".")] = holders[id(tensor)]
+        return holders_by_name
 
-    def _find_shared(self, model: torch.nn.Module, state: PipelineState) -> None:
+    def _find_shared_parameters(self, model: torch.nn.Module, state: PipelineState) -> None:
         """Find parameters that several pipeline ranks hold, and create the process groups that sum their gradients.
 
         Also choose, for each of these parameters, the rank that includes it in gradient norms.
         """
-        groups: dict[frozenset[int], list[torch.nn.Parameter]] = {}
+        parameters_by_holders: dict[frozenset[int], list[torch.nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
-            on = state.owners[name]
-            if len(on) > 1:
-                groups.setdefault(on, []).append(parameter)
-                if self._group.rank != min(on):
-                    self._uncounted.add(id(parameter))
-        for on, shared in sorted(groups.items(), key=lambda pair: sorted(pair[0])):
-            if len(on) == self._group.world_size:
-                self._shared.append((self._group, shared))
+            holders = state.holders[name]
+            if len(holders) > 1:
+                parameters_by_holders.setdefault(holders, []).append(parameter)
+                if self._group.rank != min(holders):
+                    self._ids_counted_elsewhere.add(id(parameter))
+        # Sorted, because all ranks must create the process groups in the same order.
+        for holders, parameters in sorted(parameters_by_holders.items(), key=lambda pair: sorted(pair[0])):
+            if len(holders) == self._group.world_size:
+                self._shared_parameters.append((self._group, parameters))
                 continue
-            lists = [
-                ranks
-                for group in self.layout.list_groups("pp")
-                for ranks in ([group[r] for r in sorted(on)], *([group[r]] for r in range(len(group)) if r not in on))
-            ]
-            part = self.everyone.split(lists)
-            if self._group.rank in on:
-                self._shared.append((part, shared))
+            # A split needs each global rank: ranks that do not hold the parameters are alone in their groups.
+            rank_lists: list[list[int]] = []
+            for pipeline in self.layout.list_groups("pp"):
+                rank_lists.append([pipeline[rank] for rank in sorted(holders)])
+                rank_lists += [[pipeline[rank]] for rank in range(len(pipeline)) if rank not in holders]
+            subgroup = self.everyone.split(rank_lists)
+            if self._group.rank in holders:
+                self._shared_parameters.append((subgroup, parameters))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an error if an optimizer does not step each parameter separately. Otherwise register the optimizer.
@@ -320,8 +346,8 @@ class PipelineStrategy(Strategy):
             raise UnsupportedError(
                 "LBFGS needs all parameters in one vector, and stages have them on different ranks; use AdamW"
             )
-        if self._spread is not None:
-            self._spread.check_optimizer(optimizer)
+        if self._mesh_strategy is not None:
+            self._mesh_strategy.check_optimizer(optimizer)
         self._optimizers.add(optimizer)
 
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -330,8 +356,8 @@ class PipelineStrategy(Strategy):
         The replacement is the full parameter on this rank's device, a shard, or a meta tensor if only other pipeline
         ranks hold the parameter.
         """
-        now = self._replaced.get_current(parameter)
-        return now if self._spread is None else self._spread.find_current(now)
+        replacement = self._replaced.get_current(parameter)
+        return replacement if self._mesh_strategy is None else self._mesh_strategy.find_current(replacement)
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Shard a tensor like a parameter of equal full shape, and return this rank's part of the tensor.
@@ -345,15 +371,15 @@ class PipelineStrategy(Strategy):
 
         Do nothing if the parameters of stages are not sharded.
         """
-        if self._spread is not None:
-            self._spread.free_gathered(model)
+        if self._mesh_strategy is not None:
+            self._mesh_strategy.free_gathered(model)
 
     def silence_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> Any:
         """Return a context in which backward produces zero gradients, even for all-gathered parameters."""
         return (
             super().silence_gradients(parameters)
-            if self._spread is None
-            else self._spread.silence_gradients(parameters)
+            if self._mesh_strategy is None
+            else self._mesh_strategy.silence_gradients(parameters)
         )
 
     # ---------------------------------------------------------------- micro-batches
@@ -377,12 +403,15 @@ class PipelineStrategy(Strategy):
                 rows.
             reduction: How the loss is reduced over items: "mean" or "sum".
         """
-        if self._pipe is None:
+        if self._runner is None:
             return fn(batch)
-        pieces = self._pipe.split_batch(batch)
-        weights = [float(find_batch_size(piece) or 1) if weigh is None else float(weigh(piece)) for piece in pieces]
+        micro_batches = self._runner.split_batch(batch)
+        if weigh is None:
+            weights = [float(find_batch_size(micro_batch) or 1) for micro_batch in micro_batches]
+        else:
+            weights = [float(weigh(micro_batch)) for micro_batch in micro_batches]
         loss = torch.zeros((), device=self.everyone.runtime.device, requires_grad=True)
-        self._task = PipelineTask(fn, pieces, weights, reduction, loss)
+        self._task = PipelineTask(fn, micro_batches, weights, reduction, loss)
         return loss
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
@@ -407,55 +436,64 @@ class PipelineStrategy(Strategy):
                 "this loss is on the meta device, because it is computed from parameters of other stages of the pipeline. Compute "
                 "the loss only from the model's outputs. Instead of a weight penalty, use the optimizer's weight_decay"
             )
-        self._stash_summed()
+        self._set_summed_gradients_aside()
         task, self._task = self._task, None
         if task is not None and self._context is not None:
             # The dry run of context parallelism needs all stages, so it cannot run in the middle of a schedule.
             with isolate_generators(self.everyone.runtime.hardware):
-                for piece in task.pieces:
-                    self._context.run_dry_run_only(partial(task.fn, piece))
+                for micro_batch in task.micro_batches:
+                    self._context.run_dry_run_only(partial(task.fn, micro_batch))
         with nullcontext() if self._context is None else self._context.backward_context():
             if task is not None:
                 self._run_schedule(task, factor, precision)
                 return
-            held = [] if self._calls is None else self._calls.list_pending()
+            pending_calls = [] if self._calls is None else self._calls.list_pending()
             super().backward(loss, factor, precision, **kwargs)
             if self._calls is not None:
-                self._calls.backward(held, bool(kwargs.get("retain_graph")))
+                self._calls.backward(pending_calls, bool(kwargs.get("retain_graph")))
 
     def _run_schedule(self, task: PipelineTask, factor: float, precision: Precision) -> None:
-        pipe = self._pipe
-        assert pipe is not None
-        last, total = pipe.num_stages - 1, torch.zeros((), device=pipe.device)
+        """Run forward and backward of a batch, and store the value of its loss in the placeholder. All ranks must call it.
+
+        Args:
+            task: Batch to compute.
+            factor: Factor by which the loss is multiplied in backward. The stored value does not include it.
+            precision: Precision of the run, which scales losses under fp16.
+        """
+        runner = self._runner
+        assert runner is not None
+        last, total = runner.num_stages - 1, torch.zeros((), device=runner.device)
 
         def compute_stage(stage_index: int, number: int, received: Tree) -> Tree:
             stage_rng.seed_micro_batch(stage_index, number)
             is_last = stage_index == last
-            found = pipe.route.run(stage_index, received, lambda: task.fn(task.pieces[number]), goes_on=is_last)
+            output = runner.router.run(
+                stage_index, received, lambda: task.fn(task.micro_batches[number]), runs_to_end=is_last
+            )
             if not is_last:
-                return found
-            check_loss(found)
+                return output
+            check_loss(output)
             share = task.compute_share(number)
             if task.weights[number]:  # a mean over no items may be NaN
-                total.add_(found.detach().reshape(()).float(), alpha=share)
-            return precision.scale_loss(found.reshape(())) * (factor * share)
+                total.add_(output.detach().reshape(()).float(), alpha=share)
+            return precision.scale_loss(output.reshape(())) * (factor * share)
 
-        with torch.enable_grad(), isolate_generators(pipe.group.runtime.hardware) as stage_rng:
-            what = getattr(task.fn, "__code__", type(task.fn))
-            batch = pipe.begin_batch(task.pieces, compute_stage, what)
-            nothing = {n for n, weight in enumerate(task.weights) if not weight or not factor}
+        with torch.enable_grad(), isolate_generators(runner.group.runtime.hardware) as stage_rng:
+            code = getattr(task.fn, "__code__", type(task.fn))  # a lambda is a new object in each step
+            batch = runner.begin_batch(task.micro_batches, compute_stage, code)
+            weightless = {number for number, weight in enumerate(task.weights) if not weight or not factor}
             for stage in batch.stages.values():
-                stage.weightless = nothing
+                stage.weightless = weightless
                 if self._token_group is not None:  # other ranks wait for the backward of their tokens
-                    stage.silence = partial(self.silence_gradients, self._list_trained())
-            pipe.run_schedule(batch, has_backward=True)
-        advance_generators(gather_used_generators(stage_rng.used, pipe.group), pipe.device)
+                    stage.silence_gradients = partial(self.silence_gradients, self._list_trained_parameters())
+            runner.run_schedule(batch, has_backward=True)
+        advance_generators(gather_used_generators(stage_rng.used, runner.group), runner.device)
         total = total.reshape(1)
-        pipe.group.sum_in_place([total])
+        runner.group.sum_in_place([total])
         with torch.no_grad():
             task.loss.copy_(total[0])
 
-    def _list_trained(self) -> list[torch.nn.Parameter]:
+    def _list_trained_parameters(self) -> list[torch.nn.Parameter]:
         """Return the optimizers' parameters on this rank: shards, even while the model holds gathered parameters."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [parameter for group in groups for parameter in group["params"] if not parameter.is_meta]
@@ -475,17 +513,17 @@ class PipelineStrategy(Strategy):
 
     # ---------------------------------------------------------------- gradients
 
-    def _stash_summed(self) -> None:
+    def _set_summed_gradients_aside(self) -> None:
         """Move gradients of shared parameters out of `grad`, if the stages have already summed these gradients.
 
         The next sum over stages then contains only the gradients of later backward passes. The earlier gradients are
         added to it afterwards.
         """
-        for _, shared in self._shared:
+        for _, shared in self._shared_parameters:
             for parameter in shared:
-                summed = self._summed.pop(id(parameter), None)
+                summed = self._summed_grads.pop(id(parameter), None)
                 if summed is not None and parameter.grad is summed:
-                    self._aside[id(parameter)] = summed
+                    self._earlier_grads[id(parameter)] = summed
                     parameter.grad = None
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
@@ -497,24 +535,30 @@ class PipelineStrategy(Strategy):
         """
         if self._model is None:
             return
-        if self._spread is not None:
-            self._spread.reduce_gradients()
-        for group, shared in self._shared:
-            self._sum_shared(group, [parameter for parameter in shared if parameter.requires_grad])
-        if self._spread is None and self.data_group.world_size > 1:
-            learning = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
-            average_gradients(learning, self.data_group)
+        if self._mesh_strategy is not None:
+            self._mesh_strategy.reduce_gradients()
+        for group, shared in self._shared_parameters:
+            self._sum_shared_gradients(group, [parameter for parameter in shared if parameter.requires_grad])
+        if self._mesh_strategy is None and self.data_group.world_size > 1:
+            trained = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
+            average_gradients(trained, self.data_group)
             buffers = [buffer for buffer in self._model.buffers() if buffer.numel() and not buffer.is_meta]
             if self._model.training and buffers:
                 self.data_group.broadcast_into(buffers)
 
-    def _sum_shared(self, group: Collectives, shared: list[torch.nn.Parameter]) -> None:
-        found = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in shared]
-        group.sum_in_place([part for part in map(dtensors.get_local_shard, found) if part.numel()])
-        for parameter, grad in zip(shared, found):
-            before = self._aside.pop(id(parameter), None)
-            parameter.grad = grad if before is None else before.add_(grad)
-            self._summed[id(parameter)] = parameter.grad
+    def _sum_shared_gradients(self, group: Collectives, shared: list[torch.nn.Parameter]) -> None:
+        """Sum the gradients of parameters over the ranks that hold them, and add gradients that were set aside before.
+
+        Args:
+            group: Collectives over the ranks that hold the parameters.
+            shared: Trainable parameters.
+        """
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in shared]
+        group.sum_in_place([shard for shard in map(dtensors.get_local_shard, grads) if shard.numel()])
+        for parameter, grad in zip(shared, grads):
+            earlier_grad = self._earlier_grads.pop(id(parameter), None)
+            parameter.grad = grad if earlier_grad is None else earlier_grad.add_(grad)
+            self._summed_grads[id(parameter)] = parameter.grad
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
         """Multiply the gradients of the parameters by a factor.
@@ -522,9 +566,9 @@ class PipelineStrategy(Strategy):
         If the stages are sharded, this includes the unsharded gradients that FSDP has not reduced yet.
         """
         super().scale_gradients(parameters, factor)
-        if self._model is not None and self._spread is not None:
-            held = fsdp_state.list_unreduced_gradients(fsdp_state.iterate_records(self._model))
-            for grad in map(dtensors.get_local_shard, held):
+        if self._model is not None and self._mesh_strategy is not None:
+            unsharded_grads = fsdp_state.list_unreduced_gradients(fsdp_state.iterate_records(self._model))
+            for grad in map(dtensors.get_local_shard, unsharded_grads):
                 grad.mul_(factor)
 
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -534,21 +578,21 @@ class PipelineStrategy(Strategy):
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Discard the gradients of this rank's stages, and a batch from `compute_loss` whose backward has not run."""
         self._task = None
-        self._summed.clear()
-        self._aside.clear()
-        own: Any = [self.find_current(p) for p in parameters]
-        if self._spread is None:
-            super().drop_gradients(own)
+        self._summed_grads.clear()
+        self._earlier_grads.clear()
+        own_parameters: Any = [self.find_current(p) for p in parameters]
+        if self._mesh_strategy is None:
+            super().drop_gradients(own_parameters)
         else:
-            self._spread.drop_gradients(own)
+            self._mesh_strategy.drop_gradients(own_parameters)
 
     def compute_total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the gradient norm over all stages. A parameter that several stages hold counts once.
 
         Every rank must call it, with parameters of the whole model.
         """
-        own = [p for p in map(self.find_current, parameters) if id(p) not in self._uncounted]
-        return dtensors.compute_total_norm(own, norm_type, self.everyone, self.layout.num_ranks // self.layout.pp)
+        counted = [p for p in map(self.find_current, parameters) if id(p) not in self._ids_counted_elsewhere]
+        return dtensors.compute_total_norm(counted, norm_type, self.everyone, self.layout.num_ranks // self.layout.pp)
 
     def step_optimizer(
         self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
@@ -563,9 +607,9 @@ class PipelineStrategy(Strategy):
         Returns:
             Whether the parameters were updated. False: the step was skipped.
         """
-        if self._spread is None:
+        if self._mesh_strategy is None:
             return super().step_optimizer(optimizer, precision, closure)
-        return self._spread.step_optimizer(optimizer, precision, closure)
+        return self._mesh_strategy.step_optimizer(optimizer, precision, closure)
 
     # ---------------------------------------------------------------- state, the end
 
@@ -616,27 +660,27 @@ class PipelineStrategy(Strategy):
                 only one model, and always releases it.
         """
         super().release_model()
-        if self._pipe is not None:
-            self._pipe.route.whole = None
-            self._pipe.route.leave = None
-            self._pipe.route.context = None
-        if self._spread is not None:
-            self._spread.release_model(model)
-        self._pipe = None
+        if self._runner is not None:
+            self._runner.router.run_model = None
+            self._runner.router.finish_forward = None
+            self._runner.router.context_parallel = None
+        if self._mesh_strategy is not None:
+            self._mesh_strategy.release_model(model)
+        self._runner = None
         self._calls = None
         self._state = None
         self._model = None
         self._task = None
         self._context = None
-        self._shared = []
-        self._uncounted = set()
-        self._summed.clear()
-        self._aside.clear()
+        self._shared_parameters = []
+        self._ids_counted_elsewhere = set()
+        self._summed_grads.clear()
+        self._earlier_grads.clear()
         self._replaced.forget_released()
         self._optimizers.clear()
 
 
-def _make_empty(tensor: torch.Tensor) -> torch.Tensor:
+def _make_meta_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a meta tensor with the shape and dtype of a tensor that other ranks hold.
 
     torchao's quantized tensors do not implement `empty_like`, so their inner tensors are replaced one by one. A
@@ -644,7 +688,7 @@ def _make_empty(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not is_traceable_wrapper_subclass(tensor):
         return torch.empty_like(tensor, device="meta")
-    names, about = tensor.__tensor_flatten__()
-    inner = {name: _make_empty(getattr(tensor, name)) for name in names}
-    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, about, tensor.shape, tensor.stride())
-    return made
+    names, metadata = tensor.__tensor_flatten__()
+    inner_tensors = {name: _make_meta_tensor(getattr(tensor, name)) for name in names}
+    meta: torch.Tensor = type(tensor).__tensor_unflatten__(inner_tensors, metadata, tensor.shape, tensor.stride())
+    return meta

@@ -30,13 +30,13 @@ def test_stages_have_equally_many_blocks_and_the_last_has_no_more(num_stages, si
 
 
 def test_modules_beside_the_blocks_are_on_the_first_or_the_last_stage():
-    assert find_cut(2).sides == {
+    assert find_cut(2).outer_modules == {
         "tokens": frozenset({0}),
         "positions": frozenset({0}),
         "norm": frozenset({1}),
         "head": frozenset({1}),
     }
-    moved = find_cut(2, first=("norm",), last=("norm", "positions")).sides
+    moved = find_cut(2, first=("norm",), last=("norm", "positions")).outer_modules
     assert moved["norm"] == {0, 1}
     assert moved["positions"] == {1}
 
@@ -44,7 +44,7 @@ def test_modules_beside_the_blocks_are_on_the_first_or_the_last_stage():
 def test_holders_of_a_parameter():
     model = GPT(num_blocks=3)
     model.scale = nn.Parameter(torch.ones(1))
-    holders = find_cut(3, model).map_holders(model)
+    holders = find_cut(3, model).map_stages(model)
     by_name = {name: set(holders[id(p)]) for name, p in model.named_parameters()}
     assert by_name["tokens.weight"] == {0, 2}  # head and embedding share the weight
     assert by_name["positions.weight"] == {0}
@@ -97,16 +97,16 @@ def test_layouts_with_a_pipeline():
 def test_sparse_gradient_of_a_stages_output():
     joined = torch.ones(2, 3, requires_grad=True)
     whole = torch.gather(joined, 1, torch.tensor([[0], [2]]), sparse_grad=True)
-    stage = SimpleNamespace(outputs={0: [joined]}, gradients={})
-    pending = SimpleNamespace(whole=[whole], joined=[joined])
+    stage = SimpleNamespace(outputs={0: [joined]}, output_grads={})
+    pending = SimpleNamespace(outputs=[whole], block_outputs=[joined])
     PlainCalls._split_gradients(stage, PipelineBatch({}, 1, []), pending, [torch.ones(2, 1)])
-    assert stage.gradients[0][0].to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]
+    assert stage.output_grads[0][0].to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]
 
 
 def test_container_without_a_forward_is_placed_by_its_children():
     model = GPT(num_blocks=3)
     model.heads = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    sides = find_cut(2, model).sides
-    assert "heads" not in sides
-    assert sides["heads.a"] == sides["heads.b"] == {1}
-    assert find_cut(2, model, first=("heads",)).sides["heads.b"] == {0}
+    outer_modules = find_cut(2, model).outer_modules
+    assert "heads" not in outer_modules
+    assert outer_modules["heads.a"] == outer_modules["heads.b"] == {1}
+    assert find_cut(2, model, first=("heads",)).outer_modules["heads.b"] == {0}
