@@ -498,7 +498,7 @@ class ContextParallel(SplitModel):
         args = tuple(part if value is x else tree.map_leaves(split_other, value) for value in args)
         kwargs = {key: part if value is x else tree.map_leaves(split_other, value) for key, value in kwargs.items()}
         if block.training:
-            self._rng_states.part()
+            self._rng_states.use_rank_state()
         if self._phase is CallPhase.CUT:
             self._attention.set_active(True)
         return args, kwargs
@@ -526,7 +526,7 @@ class ContextParallel(SplitModel):
 
         In backward, the mode stays enabled. The hook also runs if the forward raised an error.
         """
-        self._rng_states.join()
+        self._rng_states.use_common_state()
         self._attention.set_active(self._recomputes)
 
     def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:

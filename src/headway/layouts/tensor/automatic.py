@@ -35,18 +35,25 @@ from headway.layouts.tensor.crossings import SplitAxis, take_packed_chunks
 from headway.layouts.tensor.styles import BoundaryLayout
 from headway.log import get_logger
 
-_MOST_LINEARS, _MOST_CHOICES = 16, 6
-_PACKED = {1: "colwise", 2: "packed_colwise", 3: "packed_qkv_colwise"}
+_MAX_LINEARS = 16
+"""Largest number of linear layers in a module in which groups are searched."""
+_MAX_CHOICES = 6
+"""Largest number of attributes and parameters of which all combinations are tested."""
+_COLUMN_STYLES = {1: "colwise", 2: "packed_colwise", 3: "packed_qkv_colwise"}
 """Style for a layer that is split by columns. The key is the number of matrices that are packed in the layer."""
-_CLOSE = 1e-4
+_TOLERANCE = 1e-4
 """Largest accepted difference between results, as a fraction of the largest value.
 
 It is not 0, because float32 sums depend on the order of their terms.
 """
-_LENGTH, _MOST_TOKENS = 8, 1024
-_STATES = ("key_value_states", "encoder_hidden_states")
+_LENGTH = 8
+"""Sequence length with which a test calls a module first."""
+_MAX_TOKENS = 1024
+"""Largest sequence length with which a test calls a module."""
+_ENCODER_ARGUMENTS = ("key_value_states", "encoder_hidden_states")
 """Names of the encoder arguments of transformers' cross attention. A test calls the module with and without them."""
 Call = tuple[tuple[torch.Tensor, ...], dict[str, Any]]
+"""Positional and keyword arguments with which a test calls a module."""
 log = get_logger(__name__)
 
 
@@ -78,24 +85,27 @@ class ModuleTrial:
 
     Attributes:
         module: Copy of the module.
-        wholes: Pairs of (arguments of a call, record of the call's tensors), one for each call that the unsplit copy
-            accepts.
+        reference_runs: Pairs of (arguments of a call, record of the call's tensors), one for each call that the unsplit
+            copy accepts.
     """
 
     def __init__(self, module: torch.nn.Module, linears: Iterable[str], size: int) -> None:
         self._size = size
-        self._drawn = torch.Generator().manual_seed(0)
-        self.wholes: list[tuple[Call, ModuleRun]] = []
+        self._generator = torch.Generator().manual_seed(0)
+        self.reference_runs: list[tuple[Call, ModuleRun]] = []
         with self._isolate_trial():
             self.module = self._copy_module(module)
-            self._watched = {name: self.module.get_submodule(name) for name in linears}
-            inner = {part for layer in self._watched.values() for part in layer.modules()}
-            others = ((name, part) for name, part in self.module.named_modules() if part._parameters)
-            self._watched |= {name: part for name, part in others if part not in inner}
+            self._recorded_modules = {name: self.module.get_submodule(name) for name in linears}
+            within_linears = {part for layer in self._recorded_modules.values() for part in layer.modules()}
+            self._recorded_modules |= {
+                name: part
+                for name, part in self.module.named_modules()
+                if part._parameters and part not in within_linears
+            }
             for length in self._iterate_lengths():
-                tried = [(call, self._run(call)) for call in self._iterate_calls(length)]
-                self.wholes = [(call, run) for call, run in tried if run is not None and run.out is not None]
-                if self.wholes:
+                runs = [(call, self._run(call)) for call in self._iterate_calls(length)]
+                self.reference_runs = [(call, run) for call, run in runs if run is not None and run.out is not None]
+                if self.reference_runs:
                     break
 
     def test_split(self, plan: Mapping[str, str], divide: Iterable[str], row: str) -> list[str] | None:
@@ -111,10 +121,14 @@ class ModuleTrial:
             a different result, or no call of the copy reaches the rowwise matrix.
         """
         with self._isolate_trial():
-            found = [self._parts_seen(plan, divide, row, *each) for each in self.wholes if row in each[1].outputs]
-        if not found or any(names is None for names in found):
+            names_by_call = [
+                self._list_sharded_inputs(plan, divide, row, call, reference)
+                for call, reference in self.reference_runs
+                if row in reference.outputs
+            ]
+        if not names_by_call or any(names is None for names in names_by_call):
             return None
-        return sorted({name for names in found for name in names or ()})
+        return sorted({name for names in names_by_call for name in names or ()})
 
     def is_tokenwise(self, stubs: Iterable[str], linears: Iterable[str]) -> bool:
         """Whether the module computes each token independently, except within submodules that get all tokens.
@@ -125,11 +139,23 @@ class ModuleTrial:
             linears: Names of linear layers whose input must have the shape (rows, tokens, width).
         """
         with self._isolate_trial():
-            return bool(self.wholes) and all(self._is_by_tokens(*each, [*stubs], [*linears]) for each in self.wholes)
+            return bool(self.reference_runs) and all(
+                self._is_tokenwise_in_call(call, reference, [*stubs], [*linears])
+                for call, reference in self.reference_runs
+            )
 
-    def _is_by_tokens(self, call: Call, whole: ModuleRun, stubs: list[str], linears: list[str]) -> bool:
-        hidden, given = call[0][0], [whole.inputs.get(name) for name in linears]
-        if whole.out is None or any(x is not None and x.shape[:2] != hidden.shape[:2] for x in given):
+    def _is_tokenwise_in_call(self, call: Call, reference: ModuleRun, stubs: list[str], linears: list[str]) -> bool:
+        """Whether both halves of a sequence have the same results alone as in the full sequence.
+
+        Args:
+            call: Arguments for the full sequence.
+            reference: Record of the call with these arguments.
+            stubs: Names of submodules that get all tokens.
+            linears: Names of linear layers whose input must have the shape (rows, tokens, width).
+        """
+        (hidden, *_), kwargs = call
+        linear_inputs = [reference.inputs.get(name) for name in linears]
+        if reference.out is None or any(x is not None and x.shape[:2] != hidden.shape[:2] for x in linear_inputs):
             return False
         outputs, modules = dict[str, Any](), {name: self.module.get_submodule(name) for name in stubs}
 
@@ -148,32 +174,47 @@ class ModuleTrial:
                 return leaf[:, tokens] if is_states else leaf
 
             for name, module in modules.items():
-                found = tree.map_leaves(cut_tokens, outputs.get(name))
-                module.forward = lambda *_, found=found, **__: found
-            run = self._run(((cut_tokens(hidden),), call[1]))
+                output = tree.map_leaves(cut_tokens, outputs.get(name))
+                module.forward = lambda *_, output=output, **__: output
+            run = self._run(((cut_tokens(hidden),), kwargs))
             for module in modules.values():
-                del module.forward
-            if run is None or not _is_close(run.out, whole.out[:, tokens]):
+                del module.forward  # the attribute that hides the method of the class
+            if run is None or not _is_close(run.out, reference.out[:, tokens]):
                 return False
         return True
 
-    def _parts_seen(
-        self, plan: Mapping[str, str], divide: Iterable[str], row: str, call: Call, whole: ModuleRun
+    def _list_sharded_inputs(
+        self, plan: Mapping[str, str], divide: Iterable[str], row: str, call: Call, reference: ModuleRun
     ) -> list[str] | None:
+        """Test a split with one call, once with each rank's shards.
+
+        Args:
+            plan: Style of each submodule or parameter to split, by name.
+            divide: Names of attributes that are divided by the number of ranks.
+            row: Name of the rowwise matrix. All ranks' outputs of it are added.
+            call: Arguments of the call.
+            reference: Record of the call of the unsplit copy.
+
+        Returns:
+            Names of submodules that the plan does not split but whose input differs from the unsplit module's, in any
+                order. None: the result differs.
+        """
         bias = plans.get_base_layer(self.module.get_submodule(row))._parameters.get("bias")
-        total: Any = 0.0 if bias is None else bias
+        total: Any = 0.0 if bias is None else bias  # a split matrix leaves its bias out
         names = set[str]()
         for rank in range(self._size):
-            with self._as_rank(SplitAxis(None, None, rank, self._size), plan, divide):
-                run = self._run(call, row, whole.outputs[row])
-            if run is None or run.inputs.keys() != whole.inputs.keys() or not _is_close(run.out, whole.out):
+            with self._imitate_rank(SplitAxis(None, None, rank, self._size), plan, divide):
+                run = self._run(call, row, reference.outputs[row])
+            if run is None or run.inputs.keys() != reference.inputs.keys() or not _is_close(run.out, reference.out):
                 return None
             total = total + run.outputs[row]
-            names |= {name for name, x in whole.inputs.items() if not _is_close(run.inputs[name], x)}
-        return [name for name in names if name not in plan] if _is_close(total, whole.outputs[row]) else None
+            names |= {name for name, x in reference.inputs.items() if not _is_close(run.inputs[name], x)}
+        if not _is_close(total, reference.outputs[row]):
+            return None
+        return [name for name in names if name not in plan]
 
     @contextmanager
-    def _as_rank(self, axis: SplitAxis, plan: Mapping[str, str], divide: Iterable[str]) -> Iterator[None]:
+    def _imitate_rank(self, axis: SplitAxis, plan: Mapping[str, str], divide: Iterable[str]) -> Iterator[None]:
         """Return a context in which the module's copy has the parameters and divided attributes of one rank.
 
         Args:
@@ -181,34 +222,37 @@ class ModuleTrial:
             plan: Style of each submodule or parameter to split, by name.
             divide: Names of attributes, such as head counts, that are divided by the number of ranks.
         """
-        before: list[tuple[dict[str, Any], str, Any]] = []
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
 
-        def put_value(where: Any, key: str, value: Any) -> None:
-            before.append((where, key, where[key]))
-            where[key] = value
+        def replace_value(values: Any, key: str, value: Any) -> None:
+            replaced.append((values, key, values[key]))
+            values[key] = value
 
         try:
             for name, style_name in plan.items():
-                for module, keys in self._find_holders(name, style_name):
+                for module, keys in self._list_split_parameters(name, style_name):
                     style = styles.make_style(style_name, module)
                     for key in keys:
-                        whole = module._parameters[key]
-                        if whole is not None and (dim := style.find_shard_dim(key, whole)) is not None:
-                            put_value(module._parameters, key, take_packed_chunks(whole, axis, dim, style.factor))
-                        elif whole is not None and key == "bias":
-                            put_value(module._parameters, key, style.get_call_bias(whole, axis))
+                        parameter = module._parameters[key]
+                        if parameter is None:
+                            continue
+                        if (dim := style.find_shard_dim(key, parameter)) is not None:
+                            chunks = take_packed_chunks(parameter, axis, dim, style.factor)
+                            replace_value(module._parameters, key, chunks)
+                        elif key == "bias":
+                            replace_value(module._parameters, key, style.get_call_bias(parameter, axis))
                     if isinstance(style, styles.Colwise) and style.is_transposed:
-                        put_value(vars(module), "nf", styles.num_outputs(module) // axis.size)
+                        replace_value(vars(module), "nf", styles.num_outputs(module) // axis.size)
             for path in divide:
-                holder, _, key = path.rpartition(".")
-                counted = vars(self.module.get_submodule(holder))
-                put_value(counted, key, counted[key] // axis.size)
+                owner_name, _, key = path.rpartition(".")
+                attributes = vars(self.module.get_submodule(owner_name))
+                replace_value(attributes, key, attributes[key] // axis.size)
             yield
         finally:
-            for where, key, value in reversed(before):
-                where[key] = value
+            for values, key, value in reversed(replaced):
+                values[key] = value
 
-    def _find_holders(self, name: str, style_name: str) -> list[tuple[torch.nn.Module, list[str]]]:
+    def _list_split_parameters(self, name: str, style_name: str) -> list[tuple[torch.nn.Module, list[str]]]:
         """Return the modules and parameters that one entry of a plan splits.
 
         For a layer with LoRA adapters, the modules are the submodules that are split.
@@ -220,10 +264,10 @@ class ModuleTrial:
         Returns:
             Pairs of (module, names of its parameters).
         """
-        if name not in self._watched:
+        if name not in self._recorded_modules:
             owner, _, key = name.rpartition(".")
             return [(self.module.get_submodule(owner), [key])]
-        module = self._watched[name]
+        module = self._recorded_modules[name]
         parts = plans.list_split_parts(module, styles.make_style(style_name)) if plans.is_adapted(module) else [""]
         return [(part, list(part._parameters)) for part in map(module.get_submodule, parts)]
 
@@ -237,10 +281,15 @@ class ModuleTrial:
             yield
 
     def _copy_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        memo: dict[int, Any] = {}
+        """Return a copy of a module in evaluation mode, with random weights in float32 on the CPU and without hooks.
+
+        Plain attributes are shared with the original, and buffers keep their values.
+        """
+        memo: dict[int, Any] = {}  # copies by the ID of the original, as for `copy.deepcopy`
         for parameter in module.parameters():
-            fan = parameter.numel() // parameter.shape[0] if parameter.dim() > 1 and parameter.numel() else 1
-            memo[id(parameter)] = torch.nn.Parameter(self._draw_normal(*parameter.shape) / math.sqrt(fan), False)
+            # Divided by the square root of the number of inputs, so that outputs have the size of inputs.
+            fan_in = parameter.numel() // parameter.shape[0] if parameter.dim() > 1 and parameter.numel() else 1
+            memo[id(parameter)] = torch.nn.Parameter(self._draw_normal(*parameter.shape) / math.sqrt(fan_in), False)
         memo |= {id(buffer): _copy_values(buffer) for buffer in module.buffers()}
         for part in module.modules():
             memo |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
@@ -249,30 +298,37 @@ class ModuleTrial:
         return copy.deepcopy(module, memo).eval()
 
     def _draw_normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._drawn, device="cpu", dtype=torch.float32)
+        return torch.randn(*shape, generator=self._generator, device="cpu", dtype=torch.float32)
 
     def _iterate_lengths(self) -> Iterator[int]:
         """Yield the sequence lengths with which to call the copy, in the order in which to try them.
 
         Attention over image windows accepts only one length, which is derived from the sizes of the module's buffers.
         """
-        known = {math.isqrt(buffer.numel()) for buffer in self.module.buffers()}
-        return iter([_LENGTH, *sorted(length for length in known if 1 < length <= _MOST_TOKENS and length != _LENGTH)])
+        lengths = {math.isqrt(buffer.numel()) for buffer in self.module.buffers()}  # of a table (tokens, tokens)
+        return iter([_LENGTH, *sorted(length for length in lengths - {_LENGTH} if 1 < length <= _MAX_TOKENS)])
 
     def _iterate_calls(self, length: int) -> Iterator[Call]:
-        width = styles.num_inputs(plans.get_base_layer(next(iter(self._watched.values()))))
-        asked = inspect.signature(self.module.forward).parameters
-        needed = {
-            name: None for name, each in list(asked.items())[1:]
+        """Yield the arguments with which to call the copy: hidden states, and then also states of an encoder.
+
+        Other required arguments are None if they are masks or can be None. Nothing is yielded if there are others.
+
+        Args:
+            length: Sequence length of the hidden states.
+        """
+        width = styles.num_inputs(plans.get_base_layer(next(iter(self._recorded_modules.values()))))
+        parameters = inspect.signature(self.module.forward).parameters
+        required = {
+            name: None for name, each in list(parameters.items())[1:]
             if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
         }  # fmt: skip
-        if not all("mask" in name or "None" in str(asked[name].annotation) for name in needed):
+        if not all("mask" in name or "None" in str(parameters[name].annotation) for name in required):
             return  # a required argument has an unknown meaning
         hidden = self._draw_normal(2, length, width)
-        yield (hidden,), dict(needed)
-        for name in _STATES:
-            if name in asked:
-                yield (hidden,), {**needed, name: self._draw_normal(2, length + 1, width)}
+        yield (hidden,), dict(required)
+        for name in _ENCODER_ARGUMENTS:
+            if name in parameters:
+                yield (hidden,), {**required, name: self._draw_normal(2, length + 1, width)}
 
     def _run(self, call: Call, row: str = "", result: torch.Tensor | None = None) -> ModuleRun | None:
         """Call the copy and return a record of its tensors, or None if the call fails or calls a submodule twice.
@@ -297,7 +353,7 @@ class ModuleTrial:
 
         try:
             with ExitStack() as stack:
-                for name, part in self._watched.items():
+                for name, part in self._recorded_modules.items():
                     stack.enter_context(part.register_forward_hook(make_watcher(name), with_kwargs=True))
                 run.out = _find_first_float(torch.nn.Module.__call__(self.module, *call[0], **call[1]))
         except Exception:  # whatever the forward raises, the module cannot be called with these arguments
@@ -306,22 +362,32 @@ class ModuleTrial:
 
 
 def _copy_values(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a buffer on the CPU, in float32 if it has floating-point values.
+
+    A buffer without values (a meta or fake tensor) becomes ones, such as for masks and scales, or zeros if it has
+    integers.
+    """
     if not buffer.is_meta and not is_fake(buffer):
-        found = buffer.detach().cpu().clone()
+        values = buffer.detach().cpu().clone()
+    elif buffer.is_floating_point() or buffer.dtype == torch.bool:
+        values = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
     else:
-        is_one = buffer.is_floating_point() or buffer.dtype == torch.bool
-        found = (torch.ones if is_one else torch.zeros)(buffer.shape, dtype=buffer.dtype, device="cpu")
-    return found.float() if found.is_floating_point() else found
+        values = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return values.float() if values.is_floating_point() else values
 
 
-def _find_first_float(found: Any) -> torch.Tensor | None:
-    return next((each for each in tree.list_tensors(found) if each.is_floating_point()), None)
+def _find_first_float(values: Any) -> torch.Tensor | None:
+    """Return the first floating-point tensor in a tree of containers, or None if there is none."""
+    return next((tensor for tensor in tree.list_tensors(values) if tensor.is_floating_point()), None)
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    if one is None or other is None or one.shape != other.shape:
-        return one is other
-    return bool(((one - other).abs().max() <= _CLOSE * other.abs().max()) if other.numel() else True)
+def _is_close(tensor: torch.Tensor | None, reference: torch.Tensor | None) -> bool:
+    """Whether two tensors have equal shapes and nearly equal values, or both are None."""
+    if tensor is None or reference is None or tensor.shape != reference.shape:
+        return tensor is reference
+    if not reference.numel():
+        return True
+    return bool((tensor - reference).abs().max() <= _TOLERANCE * reference.abs().max())
 
 
 @dataclass
@@ -369,59 +435,63 @@ def complete_plan(
     if options.plan is not None or plans.get_model_plan(model):
         return options
     linears = dict(_iterate_linears(model))
-    found, known = SplitGroups(), dict[str, SplitGroups]()
-    for name, inside in _iterate_scopes(model, linears, found.plan):
+    groups, groups_by_key = SplitGroups(), dict[str, SplitGroups]()
+    # `_iterate_scopes` reads the plan while it grows, so a layer is only in one group.
+    for name, linear_names in _iterate_scopes(model, linears, groups.plan):
         module = model.get_submodule(name)
-        if (alike := _make_likeness_key(module, inside)) not in known:
-            known[alike] = _find_groups(module, inside, size, is_sharded)
-        found.add(known[alike], f"{name}." if name else "")
-    if not _is_enough(model, linears, found.plan):
+        if (key := _make_likeness_key(module, linear_names)) not in groups_by_key:
+            groups_by_key[key] = _find_groups(module, linear_names, size, is_sharded)
+        groups.add(groups_by_key[key], f"{name}." if name else "")
+    if not _splits_most_elements(model, linears, groups.plan):
         return options
     if (head := _find_head(model)) is not None:
-        found.plan[head] = "colwise_gather_output"
+        groups.plan[head] = "colwise_gather_output"
     names = [*dict(model.named_modules()), *(name for name, _ in model.named_parameters(remove_duplicate=False))]
-    counts = [f"{name}.{key}" if name else key for name, module in model.named_modules() for key in vars(module)]
-    plan, keep = (
-        plans.generalize_names(found.plan, names),
-        {name: "" for name in found.keep if name not in found.divide},
-    )
-    rest = ", ".join(plans.generalize_names({name: "" for name in linears if name not in found.plan}, names))
+    attributes = [f"{name}.{key}" if name else key for name, module in model.named_modules() for key in vars(module)]
+    plan = plans.generalize_names(groups.plan, names)
+    divide = plans.generalize_names(dict.fromkeys(groups.divide, ""), attributes)
+    keep = plans.generalize_names({name: "" for name in groups.keep if name not in groups.divide}, attributes)
+    rest = ", ".join(plans.generalize_names({name: "" for name in linears if name not in groups.plan}, names))
     log.info_once(
         "%s has no tensor-parallel plan of its own; the one derived from its structure splits (tp=%d) %s. The rest stays whole%s",
         type(model).__name__, size, ", ".join(plan), f", including {rest}" if rest else "",
     )  # fmt: skip
-    divide = plans.generalize_names(dict.fromkeys(found.divide, ""), counts)
-    return replace(
-        options,
-        plan=plan,
-        divide=(*options.divide, *divide),
-        keep=(*options.keep, *plans.generalize_names(keep, counts)),
-    )
+    return replace(options, plan=plan, divide=(*options.divide, *divide), keep=(*options.keep, *keep))
 
 
-def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.SequenceRegion) -> None:
+def check_blocks(model: torch.nn.Module, model_split: plans.ModelSplit, region: plans.SequenceRegion) -> None:
     """Raise an error if a block mixes tokens outside of the modules that get the full sequence.
 
     This function is called only for plans that `complete_plan` has derived.
 
     Args:
         model: Model to split.
-        cuts: Modules that the plan splits.
+        model_split: Modules that the plan splits.
         region: Stacks of blocks whose activations are sharded along the sequence.
 
     Raises:
         PrepareError: If a block mixes tokens outside of these modules, or if a copy of the block cannot be called to
             test this.
     """
-    known = set[str]()
+    tested_keys = set[str]()
     for name in (name for stack in region.stacks for name in stack):
         block, prefix = model.get_submodule(name), f"{name}."
-        sites = {path: site for path, site in cuts.sites.items() if path.startswith(prefix)}
-        layers = [path.removeprefix(prefix) for path, site in sites.items() if isinstance(site.style, styles.Colwise)]
-        alone = [path.removeprefix(prefix) for path, site in sites.items() if site.crossing is BoundaryLayout.SEQUENCE]
-        if (alike := _make_likeness_key(block, layers)) in known:
+        split_modules = {
+            path: split_module for path, split_module in model_split.split_modules.items() if path.startswith(prefix)
+        }
+        layers = [
+            path.removeprefix(prefix)
+            for path, split_module in split_modules.items()
+            if isinstance(split_module.style, styles.Colwise)
+        ]
+        alone = [
+            path.removeprefix(prefix)
+            for path, split_module in split_modules.items()
+            if split_module.boundary is BoundaryLayout.SEQUENCE
+        ]
+        if (key := _make_likeness_key(block, layers)) in tested_keys:
             continue
-        known.add(alike)
+        tested_keys.add(key)
         gathered = [path.removeprefix(prefix) for path in region.gathered if path.startswith(prefix)]
         if not ModuleTrial(block, dict.fromkeys([*layers, *alone]), 1).is_tokenwise(gathered, alone):
             raise PrepareError(
@@ -430,46 +500,49 @@ def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.Se
             )
 
 
-def _make_likeness_key(module: torch.nn.Module, inside: list[str]) -> str:
+def _make_likeness_key(module: torch.nn.Module, linear_names: list[str]) -> str:
     """Return a key that is equal for two modules if they differ only in the values of their weights and buffers.
 
     The positions of the two modules in the model do not matter.
 
     Args:
         module: Module to describe.
-        inside: Names of the module's linear layers.
+        linear_names: Names of the module's linear layers.
     """
     shapes = [(name, tuple(each.shape)) for name, each in (*module.named_parameters(), *module.named_buffers())]
     settings = [
         (name, key, value) for name, part in module.named_modules() for key, value in vars(part).items()
         if isinstance(value, int | float | str | tuple) and not key.endswith(("idx", "index", "_id"))
     ]  # fmt: skip
-    return repr((type(module), inside, shapes, settings, [type(part) for part in module.modules()]))
+    return repr((type(module), linear_names, shapes, settings, [type(part) for part in module.modules()]))
 
 
 def _iterate_linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield (name, module) for each linear layer that tensor parallelism can split.
 
-    Layers whose weight is quantized or shared with other modules are left out, and so are those with adapters that
-    cannot be split. For a layer with adapters, the module is the wrapper that contains the adapters.
+    Linear layers are `torch.nn.Linear` and transformers' `Conv1D`. For a layer with adapters, the module is the wrapper
+    that contains the adapters. These layers are left out: those whose weight is quantized, not floating-point, or shared
+    with other modules, those with adapters that cannot be split, and those within a `torch.nn.MultiheadAttention`.
     """
-    shared = {id(p) for p, owners in find_parameter_owners(model).values() if len(owners) > 1}
-    closed: list[str] = []
+    shared_ids = {id(p) for p, owners in find_parameter_owners(model).values() if len(owners) > 1}
+    closed_names: list[str] = []  # modules whose submodules are not visited
     for name, module in model.named_modules():
-        if any(name.startswith(f"{around}.") for around in closed):
+        if any(name.startswith(f"{closed}.") for closed in closed_names):
             continue
         layer, is_adapted = plans.get_base_layer(module), plans.is_adapted(module)
+        # MultiheadAttention reads the weights of its submodules without calling them, so they cannot be split.
         if isinstance(module, torch.nn.MultiheadAttention) or _is_linear(layer) or is_adapted:
-            closed.append(name)
+            closed_names.append(name)
+        if not _is_linear(layer) or (is_adapted and plans.describe_misfit(module, styles.Colwise()) is not None):
+            continue
         weight = layer._parameters.get("weight")
         is_plain = type(weight) is torch.nn.Parameter or (weight is not None and is_fake(weight))  # not quantized
-        is_own = is_plain and weight.is_floating_point() and id(weight) not in shared
-        if is_own and _is_linear(layer) and (not is_adapted or plans.describe_misfit(module, styles.Colwise()) is None):
+        if is_plain and weight.is_floating_point() and id(weight) not in shared_ids:
             yield name, module
 
 
 def _iterate_scopes(
-    model: torch.nn.Module, linears: Mapping[str, torch.nn.Module], taken: Mapping[str, str]
+    model: torch.nn.Module, linears: Mapping[str, torch.nn.Module], plan: Mapping[str, str]
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield modules whose linear layers might form a group, innermost modules first.
 
@@ -479,70 +552,81 @@ def _iterate_scopes(
     Args:
         model: Model to split.
         linears: Linear layers by name.
-        taken: Plan derived so far. The layers that it names already belong to a group.
+        plan: Plan derived so far, which may grow meanwhile. The layers that it names already belong to a group.
 
     Yields:
         Pairs of (name of the module, names of its linear layers relative to it).
     """
     for name, module in reversed(list(model.named_modules())):
         prefix = f"{name}." if name else ""
-        inside = [path for path in linears if path.startswith(prefix) and path not in taken and path != name]
+        linear_names = [path for path in linears if path.startswith(prefix) and path not in plan and path != name]
         is_stack = any(isinstance(part, torch.nn.ModuleList) and len(part) for part in module.modules())
-        if not is_stack and 2 <= len(inside) <= _MOST_LINEARS:
-            yield name, [path.removeprefix(prefix) for path in inside]
+        if not is_stack and 2 <= len(linear_names) <= _MAX_LINEARS:
+            yield name, [path.removeprefix(prefix) for path in linear_names]
 
 
-def _find_groups(module: torch.nn.Module, inside: list[str], size: int, is_sharded: bool) -> SplitGroups:
-    found, trial = SplitGroups(), ModuleTrial(module, inside, size)
-    if not trial.wholes:
-        return found
-    whole = trial.wholes[0][1]
-    called = [name for name in whole.outputs if name in inside]
+def _find_groups(module: torch.nn.Module, linear_names: list[str], size: int, is_sharded: bool) -> SplitGroups:
+    """Return the groups of a module's linear layers that can be split. Names are relative to the module.
+
+    Args:
+        module: Module whose layers are tried, in the order in which they are called.
+        linear_names: Names of the linear layers.
+        size: Number of ranks.
+        is_sharded: Whether parameters are afterwards also sharded along their first dimension.
+    """
+    groups, trial = SplitGroups(), ModuleTrial(module, linear_names, size)
+    if not trial.reference_runs:
+        return groups
+    _, reference = trial.reference_runs[0]
+    called_names = [name for name in reference.outputs if name in linear_names]
     start = 0
-    while start < len(called) - 1:
-        for end in range(start + 1, len(called)):
-            group = _try_group(trial, whole, called[start:end], called[end], size, is_sharded)
+    while start < len(called_names) - 1:
+        for end in range(start + 1, len(called_names)):
+            group = _try_group(trial, reference, called_names[start:end], called_names[end], size, is_sharded)
             if group is not None:
-                found.add(group)
-                start = end
+                groups.add(group)
+                start = end  # the next group begins after this one
                 break
         start += 1
-    return found
+    return groups
 
 
 def _try_group(
-    trial: ModuleTrial, whole: ModuleRun, columns: list[str], row: str, size: int, is_sharded: bool
+    trial: ModuleTrial, reference: ModuleRun, columns: list[str], row: str, size: int, is_sharded: bool
 ) -> SplitGroups | None:
     """Return a plan that splits a group of matrices without changing the module's result, or None if there is none.
 
     Args:
         trial: Copy of the module on which splits are tested.
-        whole: Record of a call of the unsplit copy.
+        reference: Record of a call of the unsplit copy.
         columns: Names of the matrices to split by columns.
         row: Name of the matrix to split by rows.
         size: Number of ranks.
         is_sharded: Whether parameters are afterwards also sharded along their first dimension.
     """
     layers = {name: plans.get_base_layer(trial.module.get_submodule(name)) for name in (*columns, row)}
-    inner, widths = styles.num_inputs(layers[row]), [styles.num_outputs(layers[name]) for name in columns]
-    packed = [width // inner if width in (inner, 2 * inner, 3 * inner) else 0 for width in widths]
-    is_fed_alike = any(whole.inputs[row] is whole.inputs[name] for name in columns)
-    if is_fed_alike or not any(packed) or any(width % size for width in (inner, *widths)):
+    inner = styles.num_inputs(layers[row])
+    widths = [styles.num_outputs(layers[name]) for name in columns]
+    # Number of matrices that each column-split layer packs: 1, 2 or 3, or 0 if its width is no such multiple.
+    nums_packed = [width // inner if width in (inner, 2 * inner, 3 * inner) else 0 for width in widths]
+    has_same_input = any(reference.inputs[row] is reference.inputs[name] for name in columns)
+    if has_same_input or not any(nums_packed) or any(width % size for width in (inner, *widths)):
         return None
     counts, tables, others = _list_choices(trial.module, inner, size)
     divisible = [name for name, count in counts.items() if count % size == 0]
-    for factors in product(*([factor, 1] if factor > 1 else [1] for factor in packed)):
-        plan = {name: _PACKED[factor] for name, factor in zip(columns, factors)} | {row: "rowwise"}
+    for factors in product(*([num_packed, 1] if num_packed > 1 else [1] for num_packed in nums_packed)):
+        plan = {name: _COLUMN_STYLES[factor] for name, factor in zip(columns, factors)} | {row: "rowwise"}
         for chosen in _iterate_subsets([*divisible, *tables], others):
             divide = [name for name in chosen if name not in tables]
-            cut = dict.fromkeys((name for name in chosen if name in tables), "rowwise")
-            if (partial := trial.test_split(plan | cut, divide, row)) is None:
+            table_plan = dict.fromkeys((name for name in chosen if name in tables), "rowwise")
+            if (with_sharded_input := trial.test_split(plan | table_plan, divide, row)) is None:
                 continue
             if is_sharded and max(factors) > 1 and not styles.is_transposed(layers[columns[0]]):
                 # A packed matrix cannot be split along a dimension that is also sharded. So its outputs are gathered instead.
                 gathered = dict.fromkeys(columns, "colwise_gather_output")
                 return SplitGroups({**gathered, row: "rowwise_split_input"}, [], [*counts])
-            return SplitGroups(plan | cut | dict.fromkeys(partial, "replicated_with_grad_allreduce"), divide, [*counts])
+            summed = dict.fromkeys(with_sharded_input, "replicated_with_grad_allreduce")
+            return SplitGroups(plan | table_plan | summed, divide, [*counts])
     return None
 
 
@@ -587,16 +671,17 @@ def _iterate_subsets(first: list[str], others: list[str]) -> Iterator[tuple[str,
         others: Other names.
     """
     yield tuple(first)
-    every = [*first, *others][:_MOST_CHOICES]
-    for number in range(len(every) + 1):
-        yield from (chosen for chosen in combinations(every, number) if chosen != tuple(first))
+    names = [*first, *others][:_MAX_CHOICES]
+    for number in range(len(names) + 1):
+        yield from (chosen for chosen in combinations(names, number) if chosen != tuple(first))
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is a `torch.nn.Linear` or transformers' `Conv1D`."""
     return isinstance(module, torch.nn.Linear) or styles.is_transposed(module)
 
 
-def _is_enough(model: torch.nn.Module, linears: Mapping[str, Any], plan: Mapping[str, str]) -> bool:
+def _splits_most_elements(model: torch.nn.Module, linears: Mapping[str, Any], plan: Mapping[str, str]) -> bool:
     """Whether a plan splits at least half of the elements of the model's matrices.
 
     Embeddings and matrices tied to them are not counted.
@@ -606,12 +691,14 @@ def _is_enough(model: torch.nn.Module, linears: Mapping[str, Any], plan: Mapping
         linears: Linear layers by name.
         plan: Style of each linear layer to split, by name.
     """
-    tables = {
+    embedding_ids = {
         id(p) for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()
     }
-    total = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
-    cut = sum(p.numel() for name, layer in linears.items() if name in plan for p in layer.parameters() if p.dim() > 1)
-    return bool(cut) and 2 * cut >= total
+    num_all = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in embedding_ids)
+    num_split = sum(
+        p.numel() for name, layer in linears.items() if name in plan for p in layer.parameters() if p.dim() > 1
+    )
+    return bool(num_split) and 2 * num_split >= num_all
 
 
 def _find_head(model: torch.nn.Module) -> str | None:
@@ -622,8 +709,10 @@ def _find_head(model: torch.nn.Module) -> str | None:
     head = plans.find_output_head(model)
     if not isinstance(head, torch.nn.Linear):
         return None
-    owned = [{module for _, module, _ in owners} for _, owners in find_parameter_owners(model).values()]
-    around = set().union(*(modules for modules in owned if head in modules))
-    tables = {each for each in around if isinstance(each, torch.nn.Embedding) and not each.max_norm and not each.sparse}
-    is_own = around <= {head, *tables}
-    return next(name for name, module in model.named_modules() if module is head) if is_own else None
+    owners_by_parameter = [{module for _, module, _ in owners} for _, owners in find_parameter_owners(model).values()]
+    owners_of_head = set().union(*(owners for owners in owners_by_parameter if head in owners))
+    for module in owners_of_head - {head}:
+        is_plain_embedding = isinstance(module, torch.nn.Embedding) and not module.max_norm and not module.sparse
+        if not is_plain_embedding:
+            return None
+    return next(str(name) for name, module in model.named_modules() if module is head)

@@ -24,7 +24,7 @@ from headway.layouts.tensor.styles import SEQUENCE_DIM, Colwise, SplitModule, ch
 tensor = LazyModule("torch.distributed.tensor")
 
 
-def is_lendable(value: Any) -> bool:
+def has_local_replacement(value: Any) -> bool:
     """Whether the value is a DTensor whose local tensor can replace it in a forward.
 
     This is True on a one-dimensional mesh, and for distributed experts on the mesh axes (ep, tp). It is False for a
@@ -43,7 +43,7 @@ class LocalParameters:
         axis: Mesh axis of tensor or expert parallelism.
         is_partial: Whether gradients of replicated parameters are terms that must be summed over the ranks. Default:
             False.
-        only_whole: Whether to replace only replicated parameters. Default: False.
+        only_replicated: Whether to replace only replicated parameters. Default: False.
         keeps_parameters: Whether frozen parameters are replaced with `Parameter` objects instead of plain tensors.
             PEFT adapts stacked parameters with torch's parametrizations, which accept only these. Default: False.
     """
@@ -53,37 +53,46 @@ class LocalParameters:
         modules: list[torch.nn.Module],
         axis: SplitAxis,
         is_partial: bool = False,
-        only_whole: bool = False,
+        only_replicated: bool = False,
         keeps_parameters: bool = False,
     ) -> None:
         self._modules = modules
         self._axis = axis
         self._is_partial = is_partial
-        self._only_whole = only_whole
+        self._only_replicated = only_replicated
         self._keeps_parameters = keeps_parameters
-        self._lent: list[tuple[torch.nn.Module, str, Any, torch.Tensor]] = []
+        # Replaced parameters: (module, name of the parameter, DTensor, local tensor that replaces it).
+        self._replaced: list[tuple[torch.nn.Module, str, Any, torch.Tensor]] = []
 
     def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Replace DTensor parameters with local tensors. Keep them if the forward gets DTensor arguments."""
-        self.after_forward()
+        self.after_forward()  # an earlier forward may have ended without its hooks
         if any(isinstance(value, tensor.DTensor) for value in (*args, *kwargs.values())):
             return
         for holder in self._modules:
-            held: dict[str, Any] = holder._parameters
-            for key, value in held.items():
-                if value is not None and is_lendable(value):
-                    is_whole = value.placements[-1].is_replicate()
-                    if not self._only_whole or is_whole:
-                        self._replace_with_local(holder, key, value, is_whole)
+            parameters: dict[str, Any] = holder._parameters
+            for key, value in parameters.items():
+                if value is not None and has_local_replacement(value):
+                    is_replicated = value.placements[-1].is_replicate()
+                    if not self._only_replicated or is_replicated:
+                        self._replace_with_local(holder, key, value, is_replicated)
 
-    def _replace_with_local(self, holder: torch.nn.Module, key: str, value: Any, is_whole: bool) -> None:
+    def _replace_with_local(self, holder: torch.nn.Module, key: str, value: Any, is_replicated: bool) -> None:
+        """Replace a parameter of a module with its local tensor.
+
+        Args:
+            holder: Module.
+            key: Name of the parameter in the module.
+            value: DTensor parameter.
+            is_replicated: Whether all ranks of the axis have the full parameter.
+        """
         # Not inlined: within a loop over the dict that changes, TorchDynamo would trace into `to_local` and break the graph.
         local = value.to_local()
-        if is_whole and self._is_partial:
+        if is_replicated and self._is_partial:
             local = crossings.copy_to_split_region(local, self._axis)
         elif self._keeps_parameters and not value.requires_grad:
             local = torch.nn.Parameter(local, requires_grad=False)
-        self._lent.append((holder, key, value, local))
+        self._replaced.append((holder, key, value, local))
         holder._parameters[key] = local
 
     def after_forward(self, *_: Any) -> None:
@@ -91,8 +100,8 @@ class LocalParameters:
 
         The hook also runs if the forward raised an error. A parameter that the forward itself has assigned is kept.
         """
-        while self._lent:
-            holder, key, value, local = self._lent.pop()
+        while self._replaced:
+            holder, key, value, local = self._replaced.pop()
             if holder._parameters.get(key) is local:
                 holder._parameters[key] = value
 
@@ -101,46 +110,46 @@ class SplitCall:
     """Hooks that shard or gather the activations of one split module before and after its forward.
 
     Args:
-        site: Split module, with its style.
+        split_module: Split module, with its style.
         rng_states: RNG states for replicated and sharded activations. None: these hooks do not switch the RNG state,
             for example because `SequenceBlock` does.
-        keeps_cut: Function of (module, output) that returns sharded logits as a DTensor. It is called in training in
-            place of all-gathering the logits. None: the style converts the output. Default: None.
+        wrap_logits: Function of (module, output) that returns sharded logits as a DTensor. It is called in training in
+            place of all-gathering the logits. None (the default): the style converts the output.
     """
 
     def __init__(
         self,
-        site: SplitModule,
+        split_module: SplitModule,
         rng_states: SplitRNG | None,
-        keeps_cut: Callable[[torch.nn.Module, Any], Any] | None = None,
+        wrap_logits: Callable[[torch.nn.Module, Any], Any] | None = None,
     ) -> None:
-        self._site = site
+        self._split_module = split_module
         self._rng_states = rng_states
-        self._keeps_cut = keeps_cut
+        self._wrap_logits = wrap_logits
 
     def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with which the module's forward computes on local tensors.
 
         Before a module whose output is replicated again, also switch to the common RNG state.
         """
-        if self._rng_states is not None and self._site.style.closes:
-            self._rng_states.join()
-        return self._site.style.convert_inputs(self._site, args, kwargs)
+        if self._rng_states is not None and self._split_module.style.ends_split_region:
+            self._rng_states.use_common_state()
+        return self._split_module.style.convert_inputs(self._split_module, args, kwargs)
 
     def after_any(self, *_: Any) -> None:
         """Restore the attributes that the module's style replaced. This also happens if the forward raised an error."""
-        self._site.style.restore_module(self._site)
+        self._split_module.style.restore_module(self._split_module)
 
     def after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the output in the layout that the caller of the split module expects: sharded or full.
 
         After a module whose output is sharded, also switch to this rank's RNG state in training.
         """
-        if self._keeps_cut is not None and module.training:
-            return self._keeps_cut(module, output)
-        output = self._site.style.convert_output(self._site, output)
-        if self._rng_states is not None and self._site.style.opens and module.training:
-            self._rng_states.part()
+        if self._wrap_logits is not None and module.training:
+            return self._wrap_logits(module, output)
+        output = self._split_module.style.convert_output(self._split_module, output)
+        if self._rng_states is not None and self._split_module.style.begins_split_region and module.training:
+            self._rng_states.use_rank_state()
         return output
 
 
@@ -156,7 +165,9 @@ class GatheredInput:
 
     def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of the forward, with the activations all-gathered along the sequence dimension."""
-        return change_activations(args, kwargs, lambda x: crossings.join_for_terms(x, self._axis, SEQUENCE_DIM))
+        return change_activations(
+            args, kwargs, lambda x: crossings.gather_for_split_region(x, self._axis, SEQUENCE_DIM)
+        )
 
 
 class SequenceBlock:
@@ -186,50 +197,55 @@ class SequenceBlock:
 
             def take_shard(x: torch.Tensor) -> torch.Tensor:
                 crossings.check_divides(x, self._axis, SEQUENCE_DIM)
-                return crossings.take_part(x, self._axis, SEQUENCE_DIM)
+                return crossings.take_shard(x, self._axis, SEQUENCE_DIM)
 
             args, kwargs = change_activations(args, kwargs, take_shard)
         if module.training:
-            self._rng_states.part()
-        named = next(iter(kwargs), "") if not args else ""
-        named = "hidden_states" if named and "hidden_states" in kwargs else named
-        args = (*args[:1], *(self._spread_states(each) for each in args[1:]))
-        return args, {name: each if name == named else self._spread_states(each) for name, each in kwargs.items()}
+            self._rng_states.use_rank_state()
+        if args:
+            return (args[0], *map(self._sum_gradient_of, args[1:])), {
+                name: self._sum_gradient_of(value) for name, value in kwargs.items()
+            }
+        # As in `change_activations`: which keyword argument is the activations.
+        activations = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
+        return args, {
+            name: value if name == activations else self._sum_gradient_of(value) for name, value in kwargs.items()
+        }
 
-    def _spread_states(self, given: Any) -> Any:
+    def _sum_gradient_of(self, value: Any) -> Any:
         """Return an argument of the block unchanged.
 
         If the argument might be the output of an encoder, backward sums the argument's gradient over the ranks. An
         encoder's output is replicated, but each rank's attention heads yield only one term of its gradient.
         """
-        is_states = isinstance(given, torch.Tensor) and given.dim() == 3 and given.requires_grad
-        return crossings.copy_to_split_region(given, self._axis) if is_states else given
+        is_states = isinstance(value, torch.Tensor) and value.dim() == 3 and value.requires_grad
+        return crossings.copy_to_split_region(value, self._axis) if is_states else value
 
     def after_any(self, *_: Any) -> None:
         """Switch back to the common RNG state of all ranks. The hook also runs if the forward raised an error."""
-        self._rng_states.join()
+        self._rng_states.use_common_state()
 
     def after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the block's output, gathered along the sequence if this is the last block."""
         if not self._is_last:
             return output
         if isinstance(output, tuple):
-            return (crossings.join(output[0], self._axis, SEQUENCE_DIM), *output[1:])
-        return crossings.join(output, self._axis, SEQUENCE_DIM)
+            return (crossings.gather_shards(output[0], self._axis, SEQUENCE_DIM), *output[1:])
+        return crossings.gather_shards(output, self._axis, SEQUENCE_DIM)
 
 
 COUNTS = re.compile(r"(num|n)?_?(local_|attention_|key_value_|query_|kv_|q_|k_|v_)*n?heads?")
 """Regular expression for names of attributes that count attention heads."""
-_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
+_HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
 """Names of attributes that contain the number of features of one attention head."""
 
 
-def check_heads(model: torch.nn.Module, cuts: ModelSplit, size: int, options: TensorParallelOptions) -> None:
+def check_heads(model: torch.nn.Module, model_split: ModelSplit, size: int, options: TensorParallelOptions) -> None:
     """Raise an error if a plan splits an attention head, or if the options omit an attribute that counts heads.
 
     Args:
         model: Model to split.
-        cuts: Modules that the plan splits.
+        model_split: Modules that the plan splits.
         size: Number of ranks.
         options: Options with the patterns `divide` and `keep`, which match names of attributes.
 
@@ -240,55 +256,76 @@ def check_heads(model: torch.nn.Module, cuts: ModelSplit, size: int, options: Te
             matches is not a multiple of `size`.
     """
     _check_names(model, size, options)
-    for site in cuts.sites.values():
-        if not isinstance(site.style, Colwise) or site.style.is_gathered:
+    for split_module in model_split.split_modules.values():
+        if not isinstance(split_module.style, Colwise) or split_module.style.gathers_output:
             continue
-        name = site.name  # for a layer with adapters, the name of the wrapper
+        name = split_module.name  # for a layer with adapters, the name of the wrapper
         parent_name = name.rpartition(".")[0]
         parent = model.get_submodule(parent_name)
-        _check_whole(name, parent, styles.num_outputs(site.module), size)
+        _check_whole_heads(name, parent, styles.num_outputs(split_module.module), size)
         if not type(parent).__module__.startswith("transformers."):
             _check_counts(parent_name, parent, size, options)
 
 
-def divide_counts(model: torch.nn.Module, cuts: ModelSplit, size: int, options: TensorParallelOptions) -> None:
+def divide_counts(model: torch.nn.Module, model_split: ModelSplit, size: int, options: TensorParallelOptions) -> None:
     """Divide the attributes that match `options.divide`, such as head counts, by the number of ranks.
 
     For each `Conv1D` that is split by columns, its stored number of outputs (`nf`) is divided, too.
 
     Args:
         model: Model to split.
-        cuts: Modules that the plan splits.
+        model_split: Modules that the plan splits.
         size: Number of ranks.
         options: Options with the patterns `divide`, which match names of attributes.
     """
-    for site in cuts.sites.values():
-        if isinstance(site.style, Colwise) and site.style.is_transposed:
-            site.module.nf = styles.num_outputs(site.module) // size  # type: ignore[assignment]
-    for _name, module, key in _find_named_integers(model, options.divide):
+    for split_module in model_split.split_modules.values():
+        if isinstance(split_module.style, Colwise) and split_module.style.is_transposed:
+            split_module.module.nf = styles.num_outputs(split_module.module) // size  # type: ignore[assignment]
+    for _, module, key in _find_named_integers(model, options.divide):
         setattr(module, key, int(getattr(module, key)) // size)
 
 
-def _check_whole(name: str, parent: torch.nn.Module, outputs: int, size: int) -> None:
-    for key in _SIZES:
-        width = getattr(parent, key, None)
-        if isinstance(width, int) and width > 1 and outputs % width == 0 and outputs // width % size:
+def _check_whole_heads(name: str, parent: torch.nn.Module, outputs: int, size: int) -> None:
+    """Raise `PrepareError` if the heads that a colwise layer computes cannot be divided among the ranks.
+
+    The number of heads is derived from a head size in the parent's attributes, or from its transformers config.
+
+    Args:
+        name: Name of the layer.
+        parent: Module that contains the layer, such as an attention.
+        outputs: Number of output features of the layer.
+        size: Number of ranks.
+    """
+    for key in _HEAD_SIZES:
+        head_size = getattr(parent, key, None)
+        if not isinstance(head_size, int) or head_size <= 1 or outputs % head_size:
+            continue
+        num_heads = outputs // head_size
+        if num_heads % size:
             raise PrepareError(
-                f"{name!r} has {outputs // width} heads, which cannot be divided among {size} ranks of tensor parallelism; use a "
+                f"{name!r} has {num_heads} heads, which cannot be divided among {size} ranks of tensor parallelism; use a "
                 "number of ranks that divides them, or leave the attention out of the plan"
             )
     config = getattr(parent, "config", None)
-    leaf = name.rpartition(".")[2]
-    counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
-    count = getattr(config, counts.get(leaf, ""), None)
+    layer_name = name.rpartition(".")[2]
+    config_keys = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
+    count = getattr(config, config_keys.get(layer_name, ""), None)
     if isinstance(count, int) and count % size:
         raise PrepareError(
-            f"{name!r} has {counts[leaf]}={count}, which cannot be divided among {size} ranks of tensor parallelism; use a number of "
-            "ranks that divides it, or leave the attention out of the plan"
+            f"{name!r} has {config_keys[layer_name]}={count}, which cannot be divided among {size} ranks of tensor parallelism; use "
+            "a number of ranks that divides it, or leave the attention out of the plan"
         )
 
 
 def _check_counts(name: str, parent: torch.nn.Module, size: int, options: TensorParallelOptions) -> None:
+    """Raise `PrepareError` if a module has an attribute that counts heads and that the options do not mention.
+
+    Args:
+        name: Name of the module. "" for the model.
+        parent: Module that contains a split layer.
+        size: Number of ranks.
+        options: Options with the patterns `divide` and `keep`.
+    """
     for key, value in vars(parent).items():
         path = f"{name}.{key}" if name else key
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1 and COUNTS.fullmatch(key)
@@ -301,13 +338,14 @@ def _check_counts(name: str, parent: torch.nn.Module, size: int, options: Tensor
 
 
 def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptions) -> None:
+    """Raise `ConfigError` if a pattern of `divide` or `keep` matches no attribute, or if one cannot be divided."""
     for pattern in (*options.divide, *options.keep):
-        found = list(_find_named_integers(model, (pattern,)))
-        if not found:
+        attributes = _find_named_integers(model, (pattern,))
+        if not attributes:
             raise ConfigError(
                 f"divide or keep names {pattern!r}, but {type(model).__name__} has no such integer attribute"
             )
-        for name, module, key in found:
+        for name, module, key in attributes:
             if pattern in options.divide and getattr(module, key) % size:
                 raise ConfigError(
                     f"{name!r} is {getattr(module, key)}, which cannot be divided among {size} ranks of tensor parallelism; use a "
@@ -316,11 +354,20 @@ def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptio
 
 
 def _find_named_integers(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, torch.nn.Module, str]]:
-    return [
-        (path, module, key)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, int) and not isinstance(value, bool)
-        for path in [f"{name}.{key}" if name else key]
-        if any(plans.is_match(pattern, path) for pattern in patterns)
-    ]
+    """Return the integer attributes of a model's modules whose name matches a pattern.
+
+    Args:
+        model: Model.
+        patterns: Patterns of full names, such as "blocks.*.attn.num_heads".
+
+    Returns:
+        Tuples of (full name, module, name of the attribute in the module).
+    """
+    attributes = []
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            path = f"{name}.{key}" if name else key
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if is_integer and any(plans.is_match(pattern, path) for pattern in patterns):
+                attributes.append((path, module, key))
+    return attributes

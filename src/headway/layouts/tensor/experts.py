@@ -110,28 +110,28 @@ def distribute_experts(
             if experts share parameters with other modules, or if their adapters cannot be distributed.
     """
     axis = SplitAxis.from_mesh(mesh["ep"])
-    both = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None
-    found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
-    _check_experts(model, found, axis.size)
+    mesh_with_tp = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None
+    expert_modules = {name: module for name, module in model.named_modules() if _holds_experts(module)}
+    _check_experts(model, expert_modules, axis.size)
     distributed, calls = [], []
-    for name, module in found.items():
+    for name, module in expert_modules.items():
         if any(id(parameter) in other_stage_ids for parameter in module.parameters()):
             continue
         adapters = _list_adapters(model, name)
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[key] = _shard_experts(parameter, axis, both)
+                module._parameters[key] = _shard_experts(parameter, axis, mesh_with_tp)
         module.num_experts = int(module.num_experts) // axis.size
         for adapter in adapters:
             _distribute_adapter(adapter, axis)
-        outer = adapters[0] if adapters else module
-        local = LocalParameters([*outer.modules()], axis, keeps_parameters=bool(adapters))
+        outermost = adapters[0] if adapters else module
+        local_parameters = LocalParameters([*outermost.modules()], axis, keeps_parameters=bool(adapters))
         call = ExpertCall(axis, ledger, name_operation("all-to-all", name))
-        outer.register_forward_pre_hook(local.before_forward, with_kwargs=True)
+        outermost.register_forward_pre_hook(local_parameters.before_forward, with_kwargs=True)
         module.register_forward_pre_hook(call.before_forward, with_kwargs=True)
         module.register_forward_hook(call.after_forward, prepend=True)  # before tensor parallelism sums its terms
-        outer.register_forward_hook(local.after_forward, always_call=True)
-        distributed.append(outer)
+        outermost.register_forward_hook(local_parameters.after_forward, always_call=True)
+        distributed.append(outermost)
         calls.append(call)
     return SplitExperts(distributed, calls)
 
@@ -146,11 +146,12 @@ def _list_adapters(model: torch.nn.Module, name: str) -> list[Any]:
         model: Model that contains the module.
         name: Name of the module of experts.
     """
-    found: list[Any] = []
-    while name.endswith(".base_layer"):
-        name = name.removesuffix(".base_layer")
-        found.insert(0, model.get_submodule(name))
-    return found
+    adapters: list[Any] = []
+    outer_name = name
+    while outer_name.endswith(".base_layer"):  # PEFT's name for the module in a wrapper
+        outer_name = outer_name.removesuffix(".base_layer")
+        adapters.insert(0, model.get_submodule(outer_name))
+    return adapters
 
 
 def _distribute_adapter(adapter: Any, axis: SplitAxis) -> None:
@@ -163,60 +164,75 @@ def _distribute_adapter(adapter: Any, axis: SplitAxis) -> None:
         adapter: PEFT's wrapper of one parameter.
         axis: Mesh axis of expert parallelism.
     """
-    for key, rank in adapter.r.items():
-        rows, columns = adapter.lora_A[key], adapter.lora_B[key]
-        rows._parameters["weight"] = place_parameter(rows.weight, (0, 1), axis)
-        columns._parameters["weight"] = place_parameter(columns.weight, (1, rank), axis)
+    for adapter_name, lora_rank in adapter.r.items():
+        lora_a, lora_b = adapter.lora_A[adapter_name], adapter.lora_B[adapter_name]
+        lora_a._parameters["weight"] = place_parameter(lora_a.weight, (0, 1), axis)
+        lora_b._parameters["weight"] = place_parameter(lora_b.weight, (1, lora_rank), axis)
     adapter.num_experts = adapter.num_experts // axis.size
 
 
-def _shard_experts(parameter: torch.nn.Parameter, axis: SplitAxis, both: Any) -> torch.nn.Parameter:
+def _shard_experts(parameter: torch.nn.Parameter, axis: SplitAxis, mesh_with_tp: Any) -> torch.nn.Parameter:
     """Return a DTensor parameter that holds only this rank's experts.
 
     Under tensor parallelism, it holds only this rank's shard of each of these experts.
 
     Args:
-        parameter: Parameter of shape (experts, rows, columns).
+        parameter: Parameter of shape (experts, rows, columns), stacked experts. Under tensor parallelism, a DTensor on
+            the axis "tp".
         axis: Mesh axis of expert parallelism.
-        both: DeviceMesh of the axes (ep, tp); None without tensor parallelism.
+        mesh_with_tp: DeviceMesh of the axes (ep, tp); None without tensor parallelism.
     """
-    if both is None:
+    if mesh_with_tp is None:
         return place_parameter(parameter, (0, 1), axis)
-    whole: Any = parameter.detach()
-    part = take_chunk(whole.to_local(), axis, 0).clone(memory_format=torch.contiguous_format)
-    found = wrap_shard(part, both, [tensor.Shard(0), *whole.placements], whole.shape)
-    return torch.nn.Parameter(found, requires_grad=parameter.requires_grad)
+    dtensor: Any = parameter.detach()
+    local = take_chunk(dtensor.to_local(), axis, 0).clone(memory_format=torch.contiguous_format)
+    sharded = wrap_shard(local, mesh_with_tp, [tensor.Shard(0), *dtensor.placements], dtensor.shape)
+    return torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:
+    """Whether a module has the structure of experts in transformers 5: stacked parameters, and a forward of three arguments.
+
+    All parameters must have one entry per expert along their first dimension. Wrappers of PEFT do not count.
+    """
     if is_adapted(module):
         return False
-    number, held = getattr(module, "num_experts", None), list(module.parameters())
-    is_stacked = any(p.dim() == 3 for p in held) and all(p.dim() > 1 and p.shape[0] == number for p in held)
+    num_experts, parameters = getattr(module, "num_experts", None), list(module.parameters())
+    has_matrices = any(p.dim() == 3 for p in parameters)
+    is_stacked = has_matrices and all(p.dim() > 1 and p.shape[0] == num_experts for p in parameters)
     return is_stacked and len(inspect.signature(module.forward).parameters) == 3
 
 
-def _check_experts(model: torch.nn.Module, found: dict[str, torch.nn.Module], size: int) -> None:
+def _check_experts(model: torch.nn.Module, expert_modules: dict[str, torch.nn.Module], size: int) -> None:
+    """Raise an error if a model's experts cannot be distributed.
+
+    Args:
+        model: Model, for its name and its shared parameters.
+        expert_modules: Modules of experts, by name.
+        size: Number of ranks of expert parallelism.
+
+    Raises:
+        PrepareError: If there are no experts, if their number is not a multiple of `size`, or if they share parameters
+            with other modules. Also if their adapters cannot be distributed.
+    """
     kind = type(model).__name__
-    if not found:
+    if not expert_modules:
         raise PrepareError(
             f"{kind} has no experts that ep={size} could distribute: no module has stacked parameters (experts, rows, columns), "
             "the attribute num_experts and forward(hidden_states, top_k_index, top_k_weights), as transformers' models have since "
             "version 5. Leave ep out (strategy='fsdp'), or stack the experts in this form. A ModuleList of experts is not "
             "supported"
         )
-    uneven = {name: module.num_experts for name, module in found.items() if int(module.num_experts) % size}  # type: ignore[arg-type]
-    if uneven:
-        name, number = next(iter(uneven.items()))
-        raise PrepareError(
-            f"{name!r} of {kind} has {number} experts, which cannot be divided among {size} ranks; give ep a divisor of {number}"
-        )
-    for name, module in found.items():
+    for name, module in expert_modules.items():
+        number = int(module.num_experts)  # type: ignore[arg-type]
+        if number % size:
+            raise PrepareError(
+                f"{name!r} of {kind} has {number} experts, which cannot be divided among {size} ranks; give ep a divisor of {number}"
+            )
+    for name, module in expert_modules.items():
         _check_adapters(kind, name, module, _list_adapters(model, name), size)
-    shared = [
-        name for parameter, holders in find_parameter_owners(model).values() if len(holders) > 1 for name, *_ in holders
-    ]
-    if tied := [name for name in found if name in shared]:
+    shared = [name for parameter, holders in find_parameter_owners(model).values() if len(holders) > 1 for name, *_ in holders]
+    if tied := [name for name in expert_modules if name in shared]:
         raise PrepareError(f"experts of {kind} share parameters with other modules ({join_names(tied)}); leave ep out")
 
 
@@ -251,18 +267,18 @@ class SentTokens:
 
     Attributes:
         dtype: Dtype of the hidden states.
-        weights: Routing weight of each (token, expert) pair.
+        weights: Routing weight of each (token, expert) pair, of shape (tokens, experts per token).
         order: Indices that sort the pairs by expert.
-        sent: Number of rows sent to each rank.
-        received: Number of rows received from each rank.
+        num_sent: Number of rows sent to each rank, by rank. A row is the hidden state of one pair.
+        num_received: Number of rows received from each rank, by rank.
         is_idle: Whether no rows were received, so that the forward ran on a row of zeros.
     """
 
     dtype: torch.dtype
     weights: torch.Tensor
     order: torch.Tensor
-    sent: list[int]
-    received: list[int]
+    num_sent: list[int]
+    num_received: list[int]
     is_idle: bool
 
 
@@ -282,11 +298,12 @@ class ExpertCall:
         self._axis = axis
         self._ledger = ledger
         self._operation = operation
-        self._call: SentTokens | None = None
+        self._sent_tokens: SentTokens | None = None  # of the current call
         self.is_silent = False
 
     @contextmanager
     def _record_exchange(self) -> Iterator[None]:
+        """Return a context in which the ledger contains a running all-to-all of tokens. It stays there after an error."""
         entry = self._ledger.record_entry(self._operation)
         yield
         self._ledger.record_exit(entry)
@@ -303,51 +320,65 @@ class ExpertCall:
             PrepareError: If the module was not called with hidden states, expert indices and weights of matching
                 shapes.
         """
-        hidden, index, weights = inspect.signature(module.forward).bind(*args, **kwargs).args
-        shapes = [tuple(each.shape) for each in (hidden, index, weights)]
-        if index.is_floating_point() or hidden.dim() != 2 or index.dim() != 2 or shapes[1] != shapes[2]:
+        hidden, expert_indices, weights = inspect.signature(module.forward).bind(*args, **kwargs).args
+        shapes = [tuple(each.shape) for each in (hidden, expert_indices, weights)]
+        if (
+            expert_indices.is_floating_point()
+            or hidden.dim() != 2
+            or expert_indices.dim() != 2
+            or shapes[1] != shapes[2]
+        ):
             raise PrepareError(
                 f"{type(module).__name__} was called with tensors of the shapes {shapes}; expert parallelism needs hidden states "
                 "(tokens, width), numbers of experts (tokens, k) and their weights (tokens, k), in this order. Leave ep out"
             )
         axis, num_local = self._axis, int(module.num_experts)  # type: ignore[arg-type]
-        chosen = index.reshape(-1)
-        order = chosen.argsort(stable=True)
-        owners, sent, received = self._count_rows(chosen, num_local)
+        expert_of_pair = expert_indices.reshape(-1)
+        order = expert_of_pair.argsort(stable=True)
+        local_experts, num_sent, num_received = self._count_rows(expert_of_pair, num_local)
         # FSDP divides experts' gradients only by the number of ranks that share the experts. So `after_forward` divides
         # gradients by the size of "ep". Gradients of the tokens must not be divided, so this exchange multiplies them
         # by that size again.
-        rows = hidden.index_select(0, order // index.shape[-1])
-        rows = exchange_rows(rows, axis, sent, received, axis.size, self._record_exchange)
+        rows = hidden.index_select(0, order // expert_indices.shape[-1])
+        rows = exchange_rows(rows, axis, num_sent, num_received, axis.size, self._record_exchange)
         is_idle = not rows.shape[0]
         if is_idle:  # a row of zeros, so that this rank runs the same forward and backward as the others
-            rows, owners = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), owners.new_zeros(1)
-        self._call = SentTokens(
-            dtype=hidden.dtype, weights=weights, order=order, sent=sent, received=received, is_idle=is_idle
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+            local_experts = local_experts.new_zeros(1)
+        self._sent_tokens = SentTokens(
+            dtype=hidden.dtype,
+            weights=weights,
+            order=order,
+            num_sent=num_sent,
+            num_received=num_received,
+            is_idle=is_idle,
         )
-        return (rows, owners.unsqueeze(1), weights.new_ones(rows.shape[0], 1)), {}
+        return (rows, local_experts.unsqueeze(1), weights.new_ones(rows.shape[0], 1)), {}
 
-    def _count_rows(self, chosen: torch.Tensor, num_local: int) -> tuple[torch.Tensor, list[int], list[int]]:
+    def _count_rows(self, expert_of_pair: torch.Tensor, num_local: int) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return how many rows this rank exchanges with each rank in one call, and the experts of the received rows.
 
         Args:
-            chosen: Index of the expert of each (token, expert) pair on this rank, in any order.
+            expert_of_pair: Index of the expert among all experts, for each (token, expert) pair on this rank, in any
+                order.
             num_local: Number of experts on this rank.
 
         Returns:
             Tuple of (local expert index for each received row, number of rows sent to each rank, number of rows
             received from each rank).
         """
-        size, num_pairs = self._axis.size, chosen.numel()
-        if is_fake(chosen):  # a forecast on fake tensors assumes that tokens are spread evenly
-            even = [num_pairs // size + (place < num_pairs % size) for place in range(size)]
-            return torch.zeros_like(chosen), even, even
-        counts = torch.bincount(chosen, minlength=size * num_local)
+        size, num_pairs = self._axis.size, expert_of_pair.numel()
+        if is_fake(expert_of_pair):  # a forecast on fake tensors assumes that tokens are spread evenly
+            even = [num_pairs // size + (rank < num_pairs % size) for rank in range(size)]
+            return torch.zeros_like(expert_of_pair), even, even
+        # Both counts have the shape (ranks, experts of one rank).
+        sent_counts = torch.bincount(expert_of_pair, minlength=size * num_local).view(size, num_local)
         with self._record_exchange():
-            coming = exchange_counts(counts, self._axis).view(size, num_local)
-        sent, received = torch.stack([counts.view(size, num_local).sum(1), coming.sum(1)]).tolist()
-        local = torch.arange(num_local, device=chosen.device).repeat(size)
-        return local.repeat_interleave(coming.flatten()), sent, received
+            received_counts = exchange_counts(sent_counts.flatten(), self._axis).view(size, num_local)
+        # One copy to the host for both lists.
+        num_sent, num_received = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
+        local_experts = torch.arange(num_local, device=expert_of_pair.device).repeat(size)
+        return local_experts.repeat_interleave(received_counts.flatten()), num_sent, num_received
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
@@ -355,16 +386,18 @@ class ExpertCall:
 
         Return the sum of the results for each of this rank's tokens, weighted by the routing weights.
         """
-        call = self._call
-        assert call is not None
-        self._call = None  # it would keep the call's tensors alive
-        output = output[:0] if call.is_idle else output
-        rows = exchange_rows(output, self._axis, call.received, call.sent, 1 / self._axis.size, self._record_exchange)
+        sent_tokens = self._sent_tokens
+        assert sent_tokens is not None
+        self._sent_tokens = None  # it would keep the call's tensors alive
+        results = output[:0] if sent_tokens.is_idle else output
+        num_received, num_sent = sent_tokens.num_received, sent_tokens.num_sent
+        rows = exchange_rows(results, self._axis, num_received, num_sent, 1 / self._axis.size, self._record_exchange)
         if rows.requires_grad:
             rows.register_hook(self._silence_gradient)  # type: ignore[no-untyped-call]
-        home = rows.index_select(0, call.order.argsort()).view(*call.weights.shape, -1)
-        total: torch.Tensor = (home * call.weights.unsqueeze(-1)).sum(1)
-        return total.to(call.dtype)
+        by_token = rows.index_select(0, sent_tokens.order.argsort()).view(*sent_tokens.weights.shape, -1)
+        total: torch.Tensor = (by_token * sent_tokens.weights.unsqueeze(-1)).sum(1)
+        return total.to(sent_tokens.dtype)
 
     def _silence_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient, or zeros if gradients are silenced when backward runs."""
         return torch.zeros_like(gradient) if self.is_silent else gradient

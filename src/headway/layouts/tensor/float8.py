@@ -27,7 +27,7 @@ FIRST, LAST = 0, -1
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Split of a linear layer's matrix across the ranks of tensor parallelism.
+    """How a linear layer's matrix is split across the ranks of tensor parallelism.
 
     Attributes:
         dim: Dimension of the weight that is split. 0: each rank has some outputs. 1: each rank has some inputs.
@@ -99,6 +99,7 @@ class _SplitMatmul(torch.autograd.Function):
         flat = inputs.reshape(-1, inputs.shape[-1])
         # The dimension along which ranks have parts of each tensor, or None. The weight is transposed: (inputs, outputs).
         input_split, weight_split = (None, LAST) if split_dim == 0 else (LAST, FIRST)
+        # Names that end with 8 are in float8. `..._largest` is the largest absolute value of the full tensor.
         flat8, input_largest = rounding.convert(flat, config.cast_config_input, GemmInputRole.INPUT, LAST, input_split)
         weight8, weight_largest = rounding.convert(
             weight_t, config.cast_config_weight, GemmInputRole.WEIGHT, FIRST, weight_split
@@ -172,24 +173,28 @@ class _Rounding:
         """
         if tensor_already_casted_to_fp8(tensor) or cast.scaling_type is ScalingType.DISABLED:
             return tensor, None
-        is_whole = cast.scaling_granularity is ScalingGranularity.TENSORWISE
-        axis = None if is_whole else dim
-        if largest is None or not is_whole:
-            largest = self._find_largest(tensor, cast, axis, split is not None and (is_whole or split == dim))
+        is_tensorwise = cast.scaling_granularity is ScalingGranularity.TENSORWISE
+        row_dim = None if is_tensorwise else dim
+        if largest is None or not is_tensorwise:
+            # Rows are split only if the matrix is split along the dimension over which a row extends.
+            is_split = split is not None and (is_tensorwise or split == dim)
+            largest = self._find_largest(tensor, cast, row_dim, is_split)
         scale = amax_to_scale(largest, cast.target_dtype, self.config.round_scales_to_power_of_2)
-        found = hp_tensor_and_scale_to_float8(tensor, scale, cast.target_dtype, self.products, role, axis)
-        return found, largest if is_whole else None
+        converted = hp_tensor_and_scale_to_float8(tensor, scale, cast.target_dtype, self.products, role, row_dim)
+        return converted, largest if is_tensorwise else None
 
-    def _find_largest(self, tensor: torch.Tensor, cast: Any, axis: int | None, is_split: bool) -> torch.Tensor:
+    def _find_largest(self, tensor: torch.Tensor, cast: Any, row_dim: int | None, is_split: bool) -> torch.Tensor:
         """Return the largest absolute value of a matrix, or of each of its rows.
 
         Args:
             tensor: This rank's part of a matrix, or the whole matrix.
             cast: torchao's configuration of the conversion to float8.
-            axis: Dimension over which a row extends. None: return one value for the whole matrix.
+            row_dim: Dimension over which a row extends. None: return one value for the whole matrix.
             is_split: Whether ranks have parts of the matrix, or of each row, so that the values must be reduced.
         """
-        largest: torch.Tensor = tensor_to_amax(tensor, scaling_granularity=cast.scaling_granularity, axiswise_dim=axis)
+        largest: torch.Tensor = tensor_to_amax(
+            tensor, scaling_granularity=cast.scaling_granularity, axiswise_dim=row_dim
+        )
         if is_split:
             largest = functional_collectives.all_reduce(largest.contiguous(), "max", self.group)
             largest = functional_collectives.wait_tensor(largest)

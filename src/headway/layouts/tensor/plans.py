@@ -34,7 +34,7 @@ from headway.layouts.tensor.styles import BoundaryLayout, Colwise, PartialGradie
 _VARIANTS = ("lora_magnitude_vector", "lora_variant", "lora_embedding_A")
 """Attributes of a LoRA layer that have entries only if the layer uses a variant that cannot be split, such as DoRA."""
 
-_WHOLE_ADAPTERS = (
+_ADAPTER_ADVICE = (
     "Use LoRA or rsLoRA, or one of the layouts fsdp, ddp, ep and pp, which do not split adapters. Or leave the layer out of the "
     "plan (TensorParallelOptions(plan={...})): it stays whole"
 )
@@ -57,8 +57,8 @@ def find_output_head(model: torch.nn.Module) -> Any:
 
     transformers' models define this method. The method can also return None.
     """
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    return ask() if callable(ask) else None
+    get_output_embeddings: Any = getattr(model, "get_output_embeddings", None)
+    return get_output_embeddings() if callable(get_output_embeddings) else None
 
 
 def list_split_parts(module: torch.nn.Module, style: SplitStyle) -> list[str]:
@@ -70,8 +70,8 @@ def list_split_parts(module: torch.nn.Module, style: SplitStyle) -> list[str]:
         module: Layer with adapters.
         style: Tensor-parallel style of the layer.
     """
-    inner = "lora_B" if isinstance(style, Colwise) else "lora_A"
-    return ["base_layer", *(f"{inner}.{name}" for name in module.get_submodule(inner)._modules)]
+    matrix = "lora_B" if isinstance(style, Colwise) else "lora_A"
+    return ["base_layer", *(f"{matrix}.{adapter}" for adapter in module.get_submodule(matrix)._modules)]
 
 
 def describe_misfit(module: torch.nn.Module, style: SplitStyle) -> str | None:
@@ -82,15 +82,15 @@ def describe_misfit(module: torch.nn.Module, style: SplitStyle) -> str | None:
         style: Tensor-parallel style of the layer.
     """
     if not isinstance(module._modules.get("lora_A"), torch.nn.ModuleDict):
-        return f"tensor parallelism splits no adapters but LoRA and rsLoRA of linear layers. {_WHOLE_ADAPTERS}"
-    special = next((name for name in _VARIANTS if len(getattr(module, name, ()))), None)
-    if special is not None:
-        return f"its adapters are no plain LoRA ({special}). {_WHOLE_ADAPTERS}"
+        return f"tensor parallelism splits no adapters but LoRA and rsLoRA of linear layers. {_ADAPTER_ADVICE}"
+    variant = next((name for name in _VARIANTS if len(getattr(module, name, ()))), None)
+    if variant is not None:
+        return f"its adapters are no plain LoRA ({variant}). {_ADAPTER_ADVICE}"
     if hasattr(module, "parameter_name"):
-        return f"tensor parallelism does not split LoRA of stacked experts (target_parameters). {_WHOLE_ADAPTERS}"
+        return f"tensor parallelism does not split LoRA of stacked experts (target_parameters). {_ADAPTER_ADVICE}"
     if isinstance(style, Colwise | Rowwise):
         return None
-    return f"LoRA is split with colwise and rowwise matrices only. {_WHOLE_ADAPTERS}"
+    return f"LoRA is split with colwise and rowwise matrices only. {_ADAPTER_ADVICE}"
 
 
 class AdaptedCall:
@@ -107,8 +107,8 @@ class AdaptedCall:
 
     def before_forward(self, *_: Any) -> None:
         """Switch to the common RNG state of all ranks if the layer's input is replicated."""
-        if self._style.opens:
-            self._rng_states.join()
+        if self._style.begins_split_region:
+            self._rng_states.use_common_state()
 
     def after_any(self, module: torch.nn.Module, *_: Any) -> None:
         """Switch to the RNG state that fits the layer's output, which is either sharded or replicated.
@@ -116,10 +116,10 @@ class AdaptedCall:
         In evaluation mode, the state for sharded outputs is not used. The hook also runs if the forward raised an
         error.
         """
-        if self._style.closes:
-            self._rng_states.join()
-        elif self._style.opens and module.training:
-            self._rng_states.part()
+        if self._style.ends_split_region:
+            self._rng_states.use_common_state()
+        elif self._style.begins_split_region and module.training:
+            self._rng_states.use_rank_state()
 
 
 @dataclass
@@ -127,16 +127,16 @@ class ModelSplit:
     """Modules and parameters that a plan splits, with their styles.
 
     Attributes:
-        sites: Split modules by name.
+        split_modules: Split modules by name. For a layer with adapters, these are its split submodules.
         parameters: Style of each parameter that the plan names directly, by name.
-        foreign: torch's `ParallelStyle` objects, by the name of the module to which each applies.
-        adapted: Style of each layer whose adapters are split with it, by the layer's name.
+        torch_styles: torch's `ParallelStyle` objects, by the name of the module to which each applies.
+        adapted_styles: Style of each layer whose adapters are split with it, by the layer's name.
     """
 
-    sites: dict[str, SplitModule] = field(default_factory=dict)
+    split_modules: dict[str, SplitModule] = field(default_factory=dict)
     parameters: dict[str, SplitStyle] = field(default_factory=dict)
-    foreign: dict[str, Any] = field(default_factory=dict)
-    adapted: dict[str, SplitStyle] = field(default_factory=dict)
+    torch_styles: dict[str, Any] = field(default_factory=dict)
+    adapted_styles: dict[str, SplitStyle] = field(default_factory=dict)
 
 
 def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOptions) -> ModelSplit:
@@ -158,61 +158,64 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
     check_adapters(model, "tensor parallelism")
     modules = dict(model.named_modules())
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    plan = options.plan if options.plan is not None else _own_plan(model)
-    plan = _rename_below_wrappers(plan, [*modules, *parameters], parameters)
-    cuts, chosen = ModelSplit(), dict[str, str]()
+    unprefixed_plan = options.plan if options.plan is not None else _find_own_plan(model)
+    plan = _rename_below_wrappers(unprefixed_plan, [*modules, *parameters], parameters)
+    model_split, pattern_by_name = ModelSplit(), dict[str, str]()
     for pattern, style in plan.items():
-        found = [name for name in (*modules, *sorted(parameters)) if name and is_match(pattern, name)]
-        if not found and options.plan is not None:
-            _refuse_pattern(pattern, [*modules, *parameters], model)
-        for name in found:
-            if name in chosen:
+        names = [name for name in (*modules, *sorted(parameters)) if name and is_match(pattern, name)]
+        if not names and options.plan is not None:
+            _raise_without_match(pattern, [*modules, *parameters], model)
+        for name in names:
+            if name in pattern_by_name:
                 raise ConfigError(
-                    f"the tensor-parallel plan names {name!r} twice, by {chosen[name]!r} and by {pattern!r}; leave one out"
+                    f"the tensor-parallel plan names {name!r} twice, by {pattern_by_name[name]!r} and by {pattern!r}; leave one out"
                 )
-            chosen[name] = pattern
+            pattern_by_name[name] = pattern
             if not isinstance(style, str):
-                _check_foreign(name, style, modules)
-                cuts.foreign[name] = style
+                _check_torch_style(name, style, modules)
+                model_split.torch_styles[name] = style
             elif name in modules:
-                _add_sites(cuts, model, name, modules[name], style, axis)
+                _add_split_modules(model_split, model, name, modules[name], style, axis)
             else:
-                cuts.parameters[name] = _parameter_style(name, style)
-    if not chosen:
+                model_split.parameters[name] = _make_parameter_style(name, style)
+    if not pattern_by_name:
         _check_adapted(model)
         raise ConfigError(
             f"the plan of {type(model).__name__} names only modules that the model does not have: {', '.join(plan)}"
         )
-    _check_nesting(cuts)
+    _check_nesting(model_split)
     check_added_keys(
         model, "Under tensor parallelism, each rank computes only some of the heads, but they are for all heads"
     )
-    return cuts
+    return model_split
 
 
 def is_match(pattern: str, name: str) -> bool:
     """Whether the pattern matches the name. A `*` in the pattern matches text within one component, between dots."""
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted))
+    patterns, components = pattern.split("."), name.split(".")
+    return len(patterns) == len(components) and all(map(fnmatch.fnmatchcase, components, patterns))
 
 
-def generalize_names(found: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
+def generalize_names(values: Mapping[str, str], all_names: Iterable[str]) -> dict[str, str]:
     """Merge entries of a dict whose keys differ only in their numbers, by replacing these numbers with `*`.
 
     For example, "blocks.0.q" becomes "blocks.*.q". The numbers in a key are replaced only if all known names that match
     the resulting pattern have the value of this key.
 
     Args:
-        found: Dict to merge. Its keys are names in a model.
-        known: All names of the same sort (modules, parameters or attributes) in the model.
+        values: Dict to merge. Its keys are names in a model.
+        all_names: All names of the same sort (modules, parameters or attributes) in the model.
     """
-    made: dict[str, str] = {}
-    patterns = {name: re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in found}
-    fitting = {pattern: {n for n in known if is_match(pattern, n)} for pattern in dict.fromkeys(patterns.values())}
-    for name, value in found.items():
-        is_alike = all(found.get(each) == value for each in fitting[patterns[name]])
-        made[patterns[name] if is_alike else name] = value
-    return made
+    merged: dict[str, str] = {}
+    patterns = {name: re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in values}
+    matches = {
+        pattern: {name for name in all_names if is_match(pattern, name)} for pattern in dict.fromkeys(patterns.values())
+    }
+    for name, value in values.items():
+        pattern = patterns[name]
+        has_equal_values = all(values.get(match) == value for match in matches[pattern])
+        merged[pattern if has_equal_values else name] = value
+    return merged
 
 
 def list_ancestors(name: str) -> Iterator[str]:
@@ -232,12 +235,13 @@ def _rename_below_wrappers(plan: Mapping[str, Any], names: list[str], parameters
         names: Names of the model's modules and parameters.
         parameters: Names of the model's parameters.
     """
-    parameters = [name for name in parameters if not name.startswith(_PROMPTS)]
-    prefix, sample = "", next(iter(parameters), "")
-    while parameters and all(name.startswith(prefix) for name in parameters):
-        moved = {prefix + pattern: style for pattern, style in plan.items()}
-        if any(is_match(pattern, name) for pattern in moved for name in names):
-            return moved
+    wrapped_parameters = [name for name in parameters if not name.startswith(_PROMPTS)]
+    prefix, sample = "", next(iter(wrapped_parameters), "")
+    # Extend the prefix by one component of the names at a time, as long as all parameters have it.
+    while wrapped_parameters and all(name.startswith(prefix) for name in wrapped_parameters):
+        prefixed_plan = {prefix + pattern: style for pattern, style in plan.items()}
+        if any(is_match(pattern, name) for pattern in prefixed_plan for name in names):
+            return prefixed_plan
         prefix += f"{sample.removeprefix(prefix).partition('.')[0]}."
     return plan
 
@@ -273,7 +277,13 @@ def _join_plans(model: torch.nn.Module) -> dict[str, Any]:
     return joined
 
 
-def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
+def _find_own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
+    """Return the plan that the model defines, or else the merged plans of the models inside it.
+
+    Raises:
+        ConfigError: If no plan is defined.
+        PrepareError: If the model has adapters that cannot be split, or if its plan is known to be wrong.
+    """
     if not (plan := get_model_plan(model) or _join_plans(model)):
         _check_adapted(model)
         raise ConfigError(
@@ -281,9 +291,9 @@ def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
             "matrices (linear layers that follow each other in attention and MLPs); give one by module names, as in "
             'TensorParallelOptions(plan={"blocks.*.attn.q": "colwise", "blocks.*.attn.out": "rowwise"})'
         )
-    if packed := list_faults(plan):
+    if faulty := list_faults(plan):
         raise PrepareError(
-            f"the plan of {type(model).__name__} splits {packed[0]!r} as one matrix ('colwise'), but it packs two, gate and up, and "
+            f"the plan of {type(model).__name__} splits {faulty[0]!r} as one matrix ('colwise'), but it packs two, gate and up, and "
             "each rank would compute with mismatched halves; correct it: "
             'TensorParallelOptions(plan={**model.tp_plan, name: "packed_colwise"})'
         )
@@ -296,12 +306,9 @@ def _check_adapted(model: torch.nn.Module) -> None:
     Raises:
         PrepareError: If such adapters exist. The message names a layer that has them.
     """
-    adapted = (
-        (name, describe_misfit(module, Colwise())) for name, module in model.named_modules() if is_adapted(module)
-    )
-    name, reason = next(((name, reason) for name, reason in adapted if reason is not None), ("", None))
-    if reason is not None:
-        raise PrepareError(f"tensor parallelism cannot split {name!r} of {type(model).__name__}: {reason}")
+    for name, module in model.named_modules():
+        if is_adapted(module) and (reason := describe_misfit(module, Colwise())) is not None:
+            raise PrepareError(f"tensor parallelism cannot split {name!r} of {type(model).__name__}: {reason}")
 
 
 def list_faults(plan: Mapping[str, Any]) -> list[str]:
@@ -313,16 +320,18 @@ def list_faults(plan: Mapping[str, Any]) -> list[str]:
     return [name for name, style in plan.items() if style == "colwise" and name.endswith("experts.gate_up_proj")]
 
 
-def _refuse_pattern(pattern: str, names: list[str], model: torch.nn.Module) -> None:
-    near = difflib.get_close_matches(pattern, [name for name in names if name], n=3, cutoff=0.4)
+def _raise_without_match(pattern: str, names: list[str], model: torch.nn.Module) -> None:
+    """Raise `ConfigError` for a pattern of the user's plan that matches no name. The message suggests similar names."""
+    similar = difflib.get_close_matches(pattern, [name for name in names if name], n=3, cutoff=0.4)
     raise ConfigError(
         f"the tensor-parallel plan names {pattern!r}, but {type(model).__name__} has no such module or parameter"
-        + (f"; similar names: {', '.join(near)}" if near else "")
+        + (f"; similar names: {', '.join(similar)}" if similar else "")
         + ". '*' matches one component of a name, between dots"
     )
 
 
-def _check_foreign(name: str, style: Any, modules: Mapping[str, torch.nn.Module]) -> None:
+def _check_torch_style(name: str, style: Any, modules: Mapping[str, torch.nn.Module]) -> None:
+    """Raise `ConfigError` unless a style that is not a string is a `ParallelStyle` of torch, and its name a module's."""
     if not callable(getattr(style, "_apply", None)):
         raise ConfigError(
             f"the tensor-parallel plan gives {name!r} a {type(style).__name__}; allowed: the names {', '.join(STYLES)}, or a "
@@ -332,38 +341,61 @@ def _check_foreign(name: str, style: Any, modules: Mapping[str, torch.nn.Module]
         raise ConfigError(f"the plan gives the parameter {name!r} a ParallelStyle object; those are for modules")
 
 
-def _add_sites(
-    cuts: ModelSplit, model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis
+def _add_split_modules(
+    model_split: ModelSplit, model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis
 ) -> None:
     """Add a module to the modules that a plan splits.
 
     If the module has LoRA adapters, or copies that PEFT trains (`modules_to_save`), add its split submodules instead.
 
     Args:
-        cuts: Split modules, to which the module is added.
+        model_split: Split modules, to which the module is added.
         model: Model to split.
         name: Name of the module.
         module: Module to add.
         style: Name of the module's tensor-parallel style.
         axis: Mesh axis of tensor parallelism.
+
+    Raises:
+        ConfigError: If the style is unknown.
+        PrepareError: If the style does not fit the module or its adapters.
     """
     copies = getattr(module, "modules_to_save", None)
     if isinstance(copies, torch.nn.ModuleDict):  # PEFT trains a copy of the module, and keeps the original
         for part in ("original_module", *(f"modules_to_save.{key}" for key in copies)):
-            cuts.sites[f"{name}.{part}"] = _make_site(model, name, module.get_submodule(part), style, axis)
+            model_split.split_modules[f"{name}.{part}"] = _make_split_module(
+                model, name, module.get_submodule(part), style, axis
+            )
         return
     if not is_adapted(module):
-        cuts.sites[name] = _make_site(model, name, module, style, axis)
+        model_split.split_modules[name] = _make_split_module(model, name, module, style, axis)
         return
-    made = styles.make_style(style)
-    if (reason := describe_misfit(module, made)) is not None:
+    layer_style = styles.make_style(style)
+    if (reason := describe_misfit(module, layer_style)) is not None:
         raise PrepareError(f"tensor parallelism cannot split {name!r} ({type(module).__name__}): {reason}")
-    cuts.adapted[name] = made
-    for part in list_split_parts(module, made):
-        cuts.sites[f"{name}.{part}"] = _make_site(model, name, module.get_submodule(part), style, axis)
+    model_split.adapted_styles[name] = layer_style
+    for part in list_split_parts(module, layer_style):
+        model_split.split_modules[f"{name}.{part}"] = _make_split_module(
+            model, name, module.get_submodule(part), style, axis
+        )
 
 
-def _make_site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis) -> SplitModule:
+def _make_split_module(
+    model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis
+) -> SplitModule:
+    """Return a `SplitModule` for a module, and check that its style fits.
+
+    Args:
+        model: Model to split.
+        name: Name in the plan, which can be that of a layer around `module`.
+        module: Module that is split.
+        style: Name of its style.
+        axis: Mesh axis of tensor parallelism.
+
+    Raises:
+        ConfigError: If the style is unknown.
+        PrepareError: If the style does not fit the module, or if its weight is quantized.
+    """
     if style not in STYLES:
         raise ConfigError(describe_unknown_style(name, style))
     if styles.is_quantized(module):
@@ -372,61 +404,73 @@ def _make_site(model: torch.nn.Module, name: str, module: torch.nn.Module, style
             "base, use one of the layouts fsdp, ddp and pp. Or leave the layer out of the plan (TensorParallelOptions(plan={...})): "
             "it stays whole"
         )
-    site = SplitModule(module, name, axis, styles.make_style(style, module))
-    if (reason := site.style.describe_misfit(module, axis.size)) is not None:
+    split_module = SplitModule(module, name, axis, styles.make_style(style, module))
+    if (reason := split_module.style.describe_misfit(module, axis.size)) is not None:
         raise PrepareError(
             f"the tensor-parallel style {style!r} does not fit {name!r} ({type(module).__name__}): {reason}. Choose another style, "
             "or leave the module out of the plan, so that it stays whole"
         )
     if style == "mla_kv_a_proj":
-        site.facts["qk_rope_head_dim"] = _find_integer(model, name, "qk_rope_head_dim")
-    return site
+        split_module.config_values["qk_rope_head_dim"] = _find_integer(model, name, "qk_rope_head_dim")
+    return split_module
 
 
-def _find_integer(model: torch.nn.Module, name: str, fact: str) -> int:
-    for around in list_ancestors(name):
-        module = model.get_submodule(around)
+def _find_integer(model: torch.nn.Module, name: str, attribute: str) -> int:
+    """Return an integer attribute of the innermost module around a module that has it, itself or in its `config`.
+
+    Raises:
+        PrepareError: If no module around it has the attribute.
+    """
+    for ancestor in list_ancestors(name):
+        module = model.get_submodule(ancestor)
         for holder in (module, getattr(module, "config", None)):
-            if isinstance(value := getattr(holder, fact, None), int):
+            if isinstance(value := getattr(holder, attribute, None), int):
                 return value
     raise PrepareError(
-        f"the style of {name!r} needs {fact}, which neither the modules around it nor its configuration have"
+        f"the style of {name!r} needs {attribute}, which neither the modules around it nor its configuration have"
     )
 
 
-def _parameter_style(name: str, style: str) -> SplitStyle:
+def _make_parameter_style(name: str, style: str) -> SplitStyle:
+    """Return the style object for a parameter that the plan names directly.
+
+    Raises:
+        ConfigError: If the style is unknown.
+        PrepareError: If the parameter is a bias and the style is rowwise.
+    """
     if style not in STYLES:
         raise ConfigError(describe_unknown_style(name, style))
-    made = styles.make_style(style)
-    if name.endswith("bias") and isinstance(made, styles.Rowwise):
+    parameter_style = styles.make_style(style)
+    if name.endswith("bias") and isinstance(parameter_style, styles.Rowwise):
         raise PrepareError(
             f"the plan gives the bias {name!r} the style {style!r}: each rank would add it, so it would count as many "
             "times as there are ranks; leave it out of the plan"
         )
-    return made
+    return parameter_style
 
 
-def _check_nesting(cuts: ModelSplit) -> None:
+def _check_nesting(model_split: ModelSplit) -> None:
     """Raise an error if a plan splits a parameter twice, directly or through a `ParallelStyle` of an enclosing module.
 
     Raises:
         ConfigError: If the plan splits a module or parameter twice.
     """
-    for name in cuts.parameters:
+    for name in model_split.parameters:
         owner, _, key = name.rpartition(".")
-        site = cuts.sites.get(owner)
-        if owner in cuts.foreign or (
-            site is not None and site.style.find_shard_dim(key, torch.empty(0, 0)) is not None
+        split_module = model_split.split_modules.get(owner)
+        if owner in model_split.torch_styles or (
+            split_module is not None and split_module.style.find_shard_dim(key, torch.empty(0, 0)) is not None
         ):
             raise ConfigError(
                 f"the tensor-parallel plan splits {name!r} twice: by its own name and by that of {owner!r}"
             )
-    for name in (*cuts.sites, *cuts.foreign):
-        for around in list_ancestors(name):
+    for name in (*model_split.split_modules, *model_split.torch_styles):
+        for ancestor in list_ancestors(name):
             # PrepareModuleInput and PrepareModuleOutput change only activations; other styles split parameters.
-            if around in cuts.foreign and not type(cuts.foreign[around]).__name__.startswith("PrepareModule"):
+            torch_style = model_split.torch_styles.get(ancestor)
+            if torch_style is not None and not type(torch_style).__name__.startswith("PrepareModule"):
                 raise ConfigError(
-                    f"the tensor-parallel plan splits {name!r} twice: a ParallelStyle splits {around!r} around it"
+                    f"the tensor-parallel plan splits {name!r} twice: a ParallelStyle splits {ancestor!r} around it"
                 )
 
 
@@ -445,46 +489,49 @@ class SequenceRegion:
     partial: set[str] = field(default_factory=set)
 
 
-def arrange_sequences(model: torch.nn.Module, cuts: ModelSplit) -> SequenceRegion:
+def arrange_sequences(model: torch.nn.Module, model_split: ModelSplit) -> SequenceRegion:
     """Return the part of a model whose activations sequence parallelism shards, and configure its split modules.
 
     The `crossing` of each split module in a block is set to the layout of the activations at its input and output.
 
     Args:
         model: Model to split.
-        cuts: Modules that the plan splits.
+        model_split: Modules that the plan splits.
 
     Raises:
         PrepareError: If the model has no stack of blocks with split matrices, or if a block contains a module that
             cannot compute on sequence shards. Also if the plan contains `ParallelStyle` objects.
     """
-    if cuts.foreign:
+    if model_split.torch_styles:
         raise PrepareError(
             "sequence_parallel=True works only with styles that are given by name. In a plan of ParallelStyle objects, torch's "
             "SequenceParallel and PrepareModuleInput split the sequences. Leave the option out"
         )
-    region = SequenceRegion(_find_stacks(model, cuts))
-    for name in (name for stack in region.stacks for name in stack):
-        _arrange_within(name, model.get_submodule(name), cuts, region)
-        rows = [
-            path for path, site in cuts.sites.items() if path.startswith(f"{name}.") and isinstance(site.style, Rowwise)
+    region = SequenceRegion(_find_stacks(model, model_split))
+    for block_name in (block_name for stack in region.stacks for block_name in stack):
+        _arrange_within(block_name, model.get_submodule(block_name), model_split, region)
+        rowwise = [
+            path
+            for path, split_module in model_split.split_modules.items()
+            if path.startswith(f"{block_name}.") and isinstance(split_module.style, Rowwise)
         ]
-        inside = [path for path in region.gathered if path.startswith(f"{name}.")]
-        alone = [path for path in inside if not any(row.startswith(f"{path}.") for row in rows)]
-        if alone and all(any(row.startswith(f"{path}.") for path in inside) for row in rows):
+        gathered = [path for path in region.gathered if path.startswith(f"{block_name}.")]
+        without_rowwise = [path for path in gathered if not any(row.startswith(f"{path}.") for row in rowwise)]
+        # A rowwise matrix outside of all gathered modules could belong to a module without one.
+        if without_rowwise and all(any(row.startswith(f"{path}.") for path in gathered) for row in rowwise):
             raise PrepareError(
-                f"sequence_parallel=True: {alone[0]!r} has colwise matrices, but no rowwise matrix after them"
+                f"sequence_parallel=True: {without_rowwise[0]!r} has colwise matrices, but no rowwise matrix after them"
             )
     return region
 
 
-def _arrange_within(name: str, module: torch.nn.Module, cuts: ModelSplit, region: SequenceRegion) -> None:
+def _arrange_within(name: str, module: torch.nn.Module, model_split: ModelSplit, region: SequenceRegion) -> None:
     """Add a module and its children to a sequence region. The module's input must be a sequence shard.
 
     Args:
         name: Name of the module.
         module: Block, or module within a block, to add.
-        cuts: Modules that the plan splits.
+        model_split: Modules that the plan splits.
         region: Region to which the module is added.
 
     Raises:
@@ -492,69 +539,117 @@ def _arrange_within(name: str, module: torch.nn.Module, cuts: ModelSplit, region
     """
     region.partial.add(name)
     for child_name, child in module.named_children():
-        _arrange_child(f"{name}.{child_name}", child, cuts, region)
+        _arrange_child(f"{name}.{child_name}", child, model_split, region)
 
 
-def _find_stacks(model: torch.nn.Module, cuts: ModelSplit) -> list[list[str]]:
-    rows = [name for name, site in cuts.sites.items() if isinstance(site.style, Rowwise)]
-    found: list[list[str]] = []
+def _find_stacks(model: torch.nn.Module, model_split: ModelSplit) -> list[list[str]]:
+    """Return the names of the blocks in each outermost `ModuleList` whose modules all contain a rowwise matrix.
+
+    Raises:
+        PrepareError: If there is no such `ModuleList`.
+    """
+    rowwise = [
+        name for name, split_module in model_split.split_modules.items() if isinstance(split_module.style, Rowwise)
+    ]
+    stacks: list[list[str]] = []
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.ModuleList) or len(module) == 0:
             continue
         blocks = [f"{name}.{index}" for index in range(len(module))]
-        is_within = any(block.startswith(f"{outer}.") for outers in found for outer in outers for block in blocks)
-        if not is_within and all(any(row.startswith(f"{block}.") for row in rows) for block in blocks):
-            found.append(blocks)
-    if not found:
+        is_nested = any(block.startswith(f"{outer}.") for stack in stacks for outer in stack for block in blocks)
+        if not is_nested and all(any(row.startswith(f"{block}.") for row in rowwise) for block in blocks):
+            stacks.append(blocks)
+    if not stacks:
         raise PrepareError(
             f"sequence_parallel=True needs a ModuleList of blocks that each have a rowwise matrix, but {type(model).__name__} "
             "has none with this plan; leave the option out, or give torch's ParallelStyle objects"
         )
-    return found
+    return stacks
 
 
-def _arrange_child(name: str, child: torch.nn.Module, cuts: ModelSplit, region: SequenceRegion) -> None:
-    inside = {path: site for path, site in cuts.sites.items() if path == name or path.startswith(f"{name}.")}
-    odd = [path for path, site in inside.items() if not _is_known(site)]
-    for path in (path for path in cuts.parameters if path.startswith(f"{name}.")):
+def _arrange_child(name: str, child: torch.nn.Module, model_split: ModelSplit, region: SequenceRegion) -> None:
+    """Add a module within a block to a sequence region, and set the boundaries of the split modules in it.
+
+    There are four cases. A split matrix gathers its input, or scatters its output. A module without split matrices
+    computes on sequence shards. A module that calls its own colwise matrices gets the full sequence. The children of
+    any other module are added one by one.
+
+    Args:
+        name: Name of the module.
+        child: Module to add. Its input is a sequence shard.
+        model_split: Modules that the plan splits.
+        region: Region to which the module is added.
+
+    Raises:
+        PrepareError: If the plan gives a module or parameter a style that is not supported here. Also if parameters
+            among split matrices are replicated.
+    """
+    split_within = {
+        path: split_module
+        for path, split_module in model_split.split_modules.items()
+        if path == name or path.startswith(f"{name}.")
+    }
+    unsupported = [path for path, split_module in split_within.items() if not _supports_sequences(split_module)]
+    for path in (path for path in model_split.parameters if path.startswith(f"{name}.")):
         owner = child.get_submodule(path.rpartition(".")[0].removeprefix(name).removeprefix("."))
-        odd += [] if isinstance(owner, torch.nn.Embedding) else [path]  # a table with a column per head
-    if odd:
+        if not isinstance(owner, torch.nn.Embedding):  # an embedding is a table with a column per head
+            unsupported.append(path)
+    if unsupported:
         raise PrepareError(
             f"sequence_parallel=True supports the styles colwise, packed_colwise, rowwise and replicated_with_grad_allreduce within "
-            f"blocks, but the plan gives {odd[0]!r} another; leave the option out"
+            f"blocks, but the plan gives {unsupported[0]!r} another; leave the option out"
         )
-    cutting = {path: site for path, site in inside.items() if not isinstance(site.style, PartialGradients)}
-    if name in cutting:
-        cutting[name].crossing = BoundaryLayout.SEQUENCE
+    matrices = {
+        path: split_module
+        for path, split_module in split_within.items()
+        if not isinstance(split_module.style, PartialGradients)
+    }
+    if name in matrices:
+        matrices[name].boundary = BoundaryLayout.SEQUENCE
         return
-    if not cutting:
+    if not matrices:
         region.partial.update(f"{name}.{path}" if path else name for path, _ in child.named_modules())
         return
-    whole = [
-        (full, type(module).__name__)
-        for path, module in child.named_modules()
-        for full in [f"{name}.{path}" if path else name]
-        if full not in inside
-        and any(f"{full}.{key}" not in cuts.parameters for key, _ in module.named_parameters(recurse=False))
-    ]
-    columns = [path for path, site in cutting.items() if isinstance(site.style, Colwise)]
-    calls_them = any(path.rpartition(".")[0] == name for path in columns)
-    if not calls_them and (whole or not columns or isinstance(child, torch.nn.ModuleList)):
-        _arrange_within(name, child, cuts, region)
+    replicated = _find_replicated(name, child, split_within, model_split)
+    columns = [path for path, split_module in matrices.items() if isinstance(split_module.style, Colwise)]
+    has_own_columns = any(path.rpartition(".")[0] == name for path in columns)
+    if not has_own_columns and (replicated or not columns or isinstance(child, torch.nn.ModuleList)):
+        _arrange_within(name, child, model_split, region)
         return
-    if whole:
+    if replicated is not None:
+        path, class_name = replicated
         raise PrepareError(
-            f"sequence_parallel=True: {whole[0][0]!r} ({whole[0][1]}) stays whole among split matrices of {name!r}, where its "
+            f"sequence_parallel=True: {path!r} ({class_name}) stays whole among split matrices of {name!r}, where its "
             "gradient would be counted once for each rank; split it, or leave the option out"
         )
     region.gathered.append(name)
-    for site in cutting.values():
-        site.crossing = BoundaryLayout.SEQUENCE if isinstance(site.style, Rowwise) else BoundaryLayout.GATHERED
+    for split_module in matrices.values():
+        is_rowwise = isinstance(split_module.style, Rowwise)
+        split_module.boundary = BoundaryLayout.SEQUENCE if is_rowwise else BoundaryLayout.GATHERED
 
 
-def _is_known(site: SplitModule) -> bool:
-    style = site.style
+def _find_replicated(
+    name: str, child: torch.nn.Module, split_within: Mapping[str, SplitModule], model_split: ModelSplit
+) -> tuple[str, str] | None:
+    """Return (name, class name) of the first module in `child` with a replicated parameter, or None if there is none.
+
+    Args:
+        name: Name of `child` in the model.
+        child: Module to search.
+        split_within: Split modules in `child`, by name.
+        model_split: Split parameters of the model.
+    """
+    for path, module in child.named_modules():
+        full_name = f"{name}.{path}" if path else name
+        keys = [key for key, _ in module.named_parameters(recurse=False)]
+        if full_name not in split_within and any(f"{full_name}.{key}" not in model_split.parameters for key in keys):
+            return full_name, type(module).__name__
+    return None
+
+
+def _supports_sequences(split_module: SplitModule) -> bool:
+    """Whether sequence parallelism supports the style of a split module within a block."""
+    style = split_module.style
     if isinstance(style, Colwise):
-        return not style.is_gathered
-    return isinstance(style, PartialGradients) or (isinstance(style, Rowwise) and not style.is_split)
+        return not style.gathers_output
+    return isinstance(style, PartialGradients) or (isinstance(style, Rowwise) and not style.shards_input)

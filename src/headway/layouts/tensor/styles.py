@@ -41,21 +41,21 @@ class SplitModule:
 
     Attributes:
         module: Module that is split.
-        name: Name of the module in the model.
+        name: Name of the module in the model. For a part of a layer with adapters, the name of that layer.
         axis: Mesh axis of tensor parallelism.
         style: Style with which the module is split.
-        crossing: Layout of activations at the module's input and output.
-        facts: Values from the model's configuration that the style needs, by name.
-        held: Values that the forward pre-hook saves for the forward hooks, by name.
+        boundary: Layout of activations at the module's input and output.
+        config_values: Values from the model's configuration that the style needs, by name.
+        saved_values: Values that the forward pre-hook saves for the forward hooks, by name.
     """
 
     module: torch.nn.Module
     name: str
     axis: SplitAxis
     style: "SplitStyle"
-    crossing: BoundaryLayout = BoundaryLayout.PLAIN
-    facts: dict[str, int] = field(default_factory=dict)
-    held: dict[str, Any] = field(default_factory=dict)
+    boundary: BoundaryLayout = BoundaryLayout.PLAIN
+    config_values: dict[str, int] = field(default_factory=dict)
+    saved_values: dict[str, Any] = field(default_factory=dict)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -67,16 +67,18 @@ class SplitStyle:
 
     Attributes:
         is_partial: Whether gradients of replicated parameters are terms that must be summed over the ranks.
-        opens: Whether the output is sharded, so that random numbers drawn on it must differ between ranks.
-        closes: Whether the output is replicated after a computation on sharded activations.
+        begins_split_region: Whether the output is sharded, so that random numbers drawn on it must differ between
+            ranks.
+        ends_split_region: Whether the output is replicated after a computation on sharded activations.
         is_transposed: Whether the module's weight has the shape (inputs, outputs).
         factor: Number of matrices packed along the split dimension. Each of them is split.
     """
 
     is_partial = False
-    opens = False
-    closes = False
+    begins_split_region = False
+    ends_split_region = False
     is_transposed = False
+    factor = 1
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """Return the reason why this style cannot split the module across `size` ranks, or None if it can."""
@@ -91,27 +93,24 @@ class SplitStyle:
         """
         return None
 
-    factor = 1
-    """Number of matrices packed along the split dimension. Each of them is split."""
-
-    def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert_inputs(self, split_module: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments for the module's forward, which computes on local tensors.
 
         Args:
-            site: Module that is split.
+            split_module: Module that is split.
             args: Positional arguments, in the layout that the module's caller uses.
             kwargs: Keyword arguments, in the layout that the module's caller uses.
         """
         return args, kwargs
 
-    def lend_bias(self, site: SplitModule) -> None:
+    def replace_bias(self, split_module: SplitModule) -> None:
         """Replace the module's bias for the current call with the value from `get_call_bias`.
 
-        Do nothing if the module has no bias. `restore_module` puts the bias back.
+        Do nothing if the module has no bias. `restore_module` restores the bias.
         """
-        if (bias := site.module._parameters.get("bias")) is not None:
-            site.held["bias"] = bias
-            site.module._parameters["bias"] = self.get_call_bias(_get_local_bias(bias), site.axis)  # type: ignore[assignment]
+        if (bias := split_module.module._parameters.get("bias")) is not None:
+            split_module.saved_values["bias"] = bias
+            split_module.module._parameters["bias"] = self.get_call_bias(_get_local_bias(bias), split_module.axis)  # type: ignore[assignment]
 
     def get_call_bias(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
         """Return the tensor that a call uses in place of a replicated bias, or None if the call uses no bias.
@@ -122,20 +121,21 @@ class SplitStyle:
         """
         return bias
 
-    def restore_module(self, site: SplitModule) -> None:
+    def restore_module(self, split_module: SplitModule) -> None:
         """Restore the attributes of the module that `convert_inputs` replaced.
 
         This method is called before `convert_output`, and also if the forward raised an error.
         """
-        if (bias := site.held.pop("bias", None)) is not None:
-            site.module._parameters["bias"] = bias
+        if (bias := split_module.saved_values.pop("bias", None)) is not None:
+            split_module.module._parameters["bias"] = bias
 
-    def convert_output(self, site: SplitModule, output: Any) -> Any:
+    def convert_output(self, split_module: SplitModule, output: Any) -> Any:
         """Return the module's output in the layout that the module's caller expects: sharded or full."""
         return output
 
 
 def _get_local_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Return this rank's local tensor of a replicated bias, which is a DTensor or has been replaced by a plain tensor."""
     return bias.to_local() if isinstance(bias, DTensor) else bias  # isinstance, which TorchDynamo can trace
 
 
@@ -162,40 +162,46 @@ class Colwise(SplitStyle):
     """Style that splits a linear layer by output features. Each rank computes some of them.
 
     Args:
-        is_gathered: Whether the outputs are all-gathered. Default: False.
+        gathers_output: Whether the outputs are all-gathered. Default: False.
     """
 
-    def __init__(self, is_gathered: bool = False) -> None:
-        self.is_gathered = is_gathered
-        self.opens = not is_gathered
+    def __init__(self, gathers_output: bool = False) -> None:
+        self.gathers_output = gathers_output
+        self.begins_split_region = not gathers_output
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """Return the reason why the module cannot be split by output features, or None if it can."""
-        if self.is_gathered and is_transposed(module):
+        if self.gathers_output and is_transposed(module):
             return "it is a Conv1D, whose outputs cannot be gathered"
-        return _linear_misfit(module, "out_features")
+        return _describe_linear_misfit(module, "out_features")
 
     def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return the output dimension of a parameter, along which it is sharded."""
         is_last = self.is_transposed or parameter.dim() == 1 or key.endswith("bias")
         return parameter.dim() - (1 if is_last else 2)
 
-    def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert_inputs(self, split_module: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with replicated activations.
 
         Backward sums the gradients of the activations over the ranks. If the module gets a sequence shard, the sequence
         is all-gathered, and backward reduce-scatters. If an enclosing module has already gathered it, the arguments are
         returned unchanged.
         """
-        if site.crossing is BoundaryLayout.GATHERED:
+        if split_module.boundary is BoundaryLayout.GATHERED:
             return args, kwargs
-        if site.crossing is BoundaryLayout.SEQUENCE:
-            return change_activations(args, kwargs, lambda x: crossings.join_for_terms(x, site.axis, SEQUENCE_DIM))
-        return change_activations(args, kwargs, lambda x: crossings.copy_to_split_region(x, site.axis))
+        if split_module.boundary is BoundaryLayout.SEQUENCE:
+            return change_activations(
+                args, kwargs, lambda x: crossings.gather_for_split_region(x, split_module.axis, SEQUENCE_DIM)
+            )
+        return change_activations(args, kwargs, lambda x: crossings.copy_to_split_region(x, split_module.axis))
 
-    def convert_output(self, site: SplitModule, output: Any) -> Any:
-        """Return this rank's output features or, if `is_gathered`, all output features."""
-        return crossings.join(output, site.axis, -1, num_outputs(site.module)) if self.is_gathered else output
+    def convert_output(self, split_module: SplitModule, output: Any) -> Any:
+        """Return this rank's output features or, if `gathers_output`, all output features."""
+        return (
+            crossings.gather_shards(output, split_module.axis, -1, num_outputs(split_module.module))
+            if self.gathers_output
+            else output
+        )
 
 
 class PackedColwise(Colwise):
@@ -213,11 +219,11 @@ class PackedColwise(Colwise):
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """Return the reason why the packed matrices cannot be split by output features, or None if they can."""
-        if (found := super().describe_misfit(module, size)) is not None or num_outputs(module) % (
-            self.factor * size
-        ) == 0:
-            return found
-        return f"its {num_outputs(module)} outputs cannot be divided by {self.factor} x {size}"
+        if (reason := super().describe_misfit(module, size)) is not None:
+            return reason
+        if num_outputs(module) % (self.factor * size):
+            return f"its {num_outputs(module)} outputs cannot be divided by {self.factor} x {size}"
+        return None
 
     def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return the output dimension of a parameter, along which it is sharded. None: the parameter is replicated.
@@ -226,49 +232,49 @@ class PackedColwise(Colwise):
         """
         return None if self.is_transposed and key == "bias" else super().find_shard_dim(key, parameter)
 
-    def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert_inputs(self, split_module: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with replicated activations.
 
         Backward sums the gradients of the activations over the ranks. The bias of a transposed layer is replicated, and
         this rank's slice replaces it during the call.
         """
         if self.is_transposed:
-            self.lend_bias(site)
-        return super().convert_inputs(site, args, kwargs)
+            self.replace_bias(split_module)
+        return super().convert_inputs(split_module, args, kwargs)
 
     def get_call_bias(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
         """Return this rank's slice of the bias of each packed matrix."""
-        return crossings.take_part(bias.view(self.factor, -1), axis, 1).flatten()
+        return crossings.take_shard(bias.view(self.factor, -1), axis, 1).flatten()
 
 
 class Rowwise(SplitStyle):
     """Style that splits a linear layer by input features. Each rank uses some of them, and the outputs are summed.
 
     Args:
-        is_split: Whether the input is replicated, so that this style has to shard it. Default: False.
+        shards_input: Whether the input is replicated, so that this style has to shard it. Default: False.
     """
 
-    closes = True
+    ends_split_region = True
 
-    def __init__(self, is_split: bool = False) -> None:
-        self.is_split = is_split
+    def __init__(self, shards_input: bool = False) -> None:
+        self.shards_input = shards_input
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """Return the reason why the module cannot be split by input features, or None if it can."""
-        return _linear_misfit(module, "in_features")
+        return _describe_linear_misfit(module, "in_features")
 
     def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return the input dimension of a weight, along which it is sharded. None for a bias, which is replicated."""
         return None if key.endswith("bias") else parameter.dim() - (2 if self.is_transposed else 1)
 
-    def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert_inputs(self, split_module: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with activations sharded along their features.
 
         Also replace the bias with the value from `get_call_bias` until the end of the call.
         """
-        self.lend_bias(site)
-        if self.is_split:
-            return change_activations(args, kwargs, lambda x: crossings.take_part(x, site.axis, -1))
+        self.replace_bias(split_module)
+        if self.shards_input:
+            return change_activations(args, kwargs, lambda x: crossings.take_shard(x, split_module.axis, -1))
         return args, kwargs
 
     def get_call_bias(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
@@ -278,22 +284,24 @@ class Rowwise(SplitStyle):
         """
         return torch.zeros_like(bias, requires_grad=False) if self.is_transposed else None
 
-    def convert_output(self, site: SplitModule, output: Any) -> Any:
+    def convert_output(self, split_module: SplitModule, output: Any) -> Any:
         """Return the sum of the ranks' outputs plus the bias.
 
-        Under sequence parallelism, return only this rank's sequence shard of the result.
+        Under sequence parallelism, return only this rank's sequence shard of the result. Each rank then adds the bias
+        to its shard, so backward sums the gradients of the bias over the ranks.
         """
-        if site.crossing is BoundaryLayout.PLAIN:
-            output = crossings.sum_terms(output, site.axis)
+        if split_module.boundary is BoundaryLayout.PLAIN:
+            output = crossings.sum_terms(output, split_module.axis)
         else:
-            output = crossings.reduce_scatter_terms(output, site.axis, SEQUENCE_DIM)
-        bias = site.module._parameters.get("bias")
+            output = crossings.reduce_scatter_terms(output, split_module.axis, SEQUENCE_DIM)
+        bias = split_module.module._parameters.get("bias")
         if bias is None:
             return output
-        local = _get_local_bias(bias)
-        if site.crossing is not BoundaryLayout.PLAIN:
-            local = crossings.copy_to_split_region(local, site.axis)
-        return output + local.to(output.dtype)
+        local_bias = _get_local_bias(bias)
+        if split_module.boundary is not BoundaryLayout.PLAIN:
+            # The bias is replicated, but the output is a sequence shard. So each rank's gradient of the bias is only a term.
+            local_bias = crossings.copy_to_split_region(local_bias, split_module.axis)
+        return output + local_bias.to(output.dtype)
 
 
 class PackedRowwise(Rowwise):
@@ -320,49 +328,54 @@ class EmbeddingRowwise(SplitStyle):
 
         Only a plain embedding that has enough rows for all ranks can be split.
         """
-        found = _embedding_misfit(module)
+        if (reason := _describe_embedding_misfit(module)) is not None:
+            return reason
         num_rows = int(getattr(module, "num_embeddings", 0))
-        if found is None and num_rows <= -(-num_rows // size) * (size - 1):
+        rows_per_rank = -(-num_rows // size)
+        if num_rows <= rows_per_rank * (size - 1):  # the last rank would have no row
             return f"its {num_rows} rows are too few for {size} ranks"
-        return found
+        return None
 
     def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return 0, the row dimension of the embedding's weight, along which it is sharded."""
         return 0
 
-    def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert_inputs(self, split_module: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with token IDs relative to this rank's first row.
 
         IDs whose rows are on other ranks become 0. An ID that the embedding does not have stays out of range, so that the
         lookup raises an error on all ranks, as on a single process.
         """
-        module: Any = site.module
-        step = -(-module.num_embeddings // site.axis.size)
-        first = step * site.axis.rank
-        last = min(first + step, module.num_embeddings)
+        module: Any = split_module.module
+        rows_per_rank = -(-module.num_embeddings // split_module.axis.size)
+        start = rows_per_rank * split_module.axis.rank
+        stop = min(start + rows_per_rank, module.num_embeddings)
         if (padding := module.padding_idx) is not None:
-            site.held["padding"] = padding
-            module.padding_idx = padding - first if first <= padding < last else None
+            split_module.saved_values["padding"] = padding
+            module.padding_idx = padding - start if start <= padding < stop else None
 
         def make_ids_local(ids: torch.Tensor) -> torch.Tensor:
-            before, after = (ids >= 0) & (ids < first), (ids >= last) & (ids < module.num_embeddings)
-            elsewhere = site.held["elsewhere"] = before | after
-            found: torch.Tensor = (ids - first).masked_fill(elsewhere, 0)
-            return found
+            is_before, is_after = (ids >= 0) & (ids < start), (ids >= stop) & (ids < module.num_embeddings)
+            is_elsewhere = is_before | is_after
+            split_module.saved_values["is_elsewhere"] = is_elsewhere
+            local_ids: torch.Tensor = (ids - start).masked_fill(is_elsewhere, 0)
+            return local_ids
 
         return change_activations(args, kwargs, make_ids_local)
 
-    def restore_module(self, site: SplitModule) -> None:
+    def restore_module(self, split_module: SplitModule) -> None:
         """Restore the embedding's padding index, which `convert_inputs` has replaced."""
-        if (padding := site.held.pop("padding", None)) is not None:
-            site.module.padding_idx = padding
+        if (padding := split_module.saved_values.pop("padding", None)) is not None:
+            split_module.module.padding_idx = padding
 
-    def convert_output(self, site: SplitModule, output: Any) -> Any:
+    def convert_output(self, split_module: SplitModule, output: Any) -> Any:
         """Return the embeddings of all tokens, summed over the ranks.
 
         A rank contributes zeros for tokens whose embeddings other ranks hold.
         """
-        return crossings.sum_terms(output.masked_fill(site.held.pop("elsewhere").unsqueeze(-1), 0), site.axis)
+        return crossings.sum_terms(
+            output.masked_fill(split_module.saved_values.pop("is_elsewhere").unsqueeze(-1), 0), split_module.axis
+        )
 
 
 class EmbeddingColwise(SplitStyle):
@@ -373,15 +386,15 @@ class EmbeddingColwise(SplitStyle):
 
     def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """Return the reason why the module cannot be split, or None if it is a plain embedding."""
-        return _embedding_misfit(module)
+        return _describe_embedding_misfit(module)
 
     def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return 1, the column dimension of the embedding's weight, along which it is sharded."""
         return 1
 
-    def convert_output(self, site: SplitModule, output: Any) -> Any:
+    def convert_output(self, split_module: SplitModule, output: Any) -> Any:
         """Return the full embedding vectors, all-gathered over the ranks along the last dimension."""
-        return crossings.join(output, site.axis, -1, int(site.module.embedding_dim))  # type: ignore[arg-type]
+        return crossings.gather_shards(output, split_module.axis, -1, int(split_module.module.embedding_dim))  # type: ignore[arg-type]
 
 
 class PartialGradients(SplitStyle):
@@ -399,23 +412,26 @@ class Experts(SplitStyle):
     Inputs and routing weights are replicated on all ranks.
     """
 
-    closes = True
+    ends_split_region = True
 
-    def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert_inputs(self, split_module: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments unchanged.
 
         Backward sums the gradients of all floating-point tensors among them over the ranks.
         """
 
-        def spread_inputs(x: Any) -> Any:
-            is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
-            return crossings.copy_to_split_region(x, site.axis) if is_float else x
+        def sum_gradient_of(value: Any) -> Any:
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return crossings.copy_to_split_region(value, split_module.axis) if is_float else value
 
-        return tuple(spread_inputs(x) for x in args), {name: spread_inputs(x) for name, x in kwargs.items()}
+        return (
+            tuple(sum_gradient_of(value) for value in args),
+            {name: sum_gradient_of(value) for name, value in kwargs.items()},
+        )
 
-    def convert_output(self, site: SplitModule, output: Any) -> Any:
+    def convert_output(self, split_module: SplitModule, output: Any) -> Any:
         """Return the sum of the experts' outputs over the ranks."""
-        return None if output is None else crossings.sum_terms(output, site.axis)
+        return None if output is None else crossings.sum_terms(output, split_module.axis)
 
 
 class IdentityExpert(SplitStyle):
@@ -424,9 +440,9 @@ class IdentityExpert(SplitStyle):
     Outputs are summed over the ranks, so the input is divided by the number of ranks.
     """
 
-    def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def convert_inputs(self, split_module: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with the activations divided by the number of ranks, whose outputs are summed later."""
-        return change_activations(args, kwargs, lambda x: x / site.axis.size)
+        return change_activations(args, kwargs, lambda x: x / split_module.axis.size)
 
 
 class LatentKeys(SplitStyle):
@@ -435,14 +451,14 @@ class LatentKeys(SplitStyle):
     Only the other part of the output passes through the next projection.
     """
 
-    def convert_output(self, site: SplitModule, output: Any) -> Any:
+    def convert_output(self, split_module: SplitModule, output: Any) -> Any:
         """Return the output with its values unchanged.
 
         Backward sums the gradient of the output's rotary part over the ranks.
         """
-        rotary = site.facts["qk_rope_head_dim"]
-        latent, keys = output.split([output.shape[-1] - rotary, rotary], dim=-1)
-        return torch.cat([latent, crossings.copy_to_split_region(keys, site.axis)], dim=-1)
+        num_rotary = split_module.config_values["qk_rope_head_dim"]
+        latent, rotary_keys = output.split([output.shape[-1] - num_rotary, num_rotary], dim=-1)
+        return torch.cat([latent, crossings.copy_to_split_region(rotary_keys, split_module.axis)], dim=-1)
 
 
 def is_transposed(module: torch.nn.Module) -> bool:
@@ -454,17 +470,17 @@ def is_transposed(module: torch.nn.Module) -> bool:
 
 
 def num_outputs(module: torch.nn.Module) -> int:
-    """Return the number of output features of a linear layer."""
+    """Return the number of output features of a linear layer, or of a transposed one (`Conv1D`)."""
     return int(module.nf if is_transposed(module) else module.out_features)  # type: ignore[arg-type]
 
 
 def num_inputs(module: torch.nn.Module) -> int:
-    """Return the number of input features of a linear layer."""
+    """Return the number of input features of a linear layer, or of a transposed one (`Conv1D`)."""
     return int(module.nx if is_transposed(module) else module.in_features)  # type: ignore[arg-type]
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Whether the weight of a layer is quantized, by bitsandbytes or torchao."""
+    """Whether the weight of a layer is quantized, by bitsandbytes or torchao. False for DTensors and fake tensors."""
     weight = module._parameters.get("weight")
     if weight is None or is_fake(weight) or isinstance(weight, DTensor):
         return False
@@ -472,15 +488,22 @@ def is_quantized(module: torch.nn.Module) -> bool:
     return is_bitsandbytes or is_traceable_wrapper_subclass(weight)
 
 
-def _linear_misfit(module: torch.nn.Module, size: str) -> str | None:
-    if not is_transposed(module) and not isinstance(getattr(module, size, None), int):
-        return f"it is not a linear layer ({size} is missing)"
+def _describe_linear_misfit(module: torch.nn.Module, size_attribute: str) -> str | None:
+    """Return the reason why a module is not a linear layer that can be split, or None if it is.
+
+    Args:
+        module: Module to split.
+        size_attribute: "in_features" or "out_features", whichever is split.
+    """
+    if not is_transposed(module) and not isinstance(getattr(module, size_attribute, None), int):
+        return f"it is not a linear layer ({size_attribute} is missing)"
     if not isinstance(module._parameters.get("weight"), torch.nn.Parameter):
         return "its weight is not a parameter (it is computed, or quantized)"
     return None
 
 
-def _embedding_misfit(module: torch.nn.Module) -> str | None:
+def _describe_embedding_misfit(module: torch.nn.Module) -> str | None:
+    """Return the reason why a module is not a plain embedding, or None if it is."""
     if not isinstance(module, torch.nn.Embedding):
         return "it is not a torch.nn.Embedding"
     for option in ("max_norm", "sparse", "scale_grad_by_freq"):
@@ -496,13 +519,13 @@ def make_style(name: str, module: torch.nn.Module | None = None) -> SplitStyle:
         name: Name of the style, one of `config.parallelism.STYLES`.
         module: Module to split; None for a parameter that the plan names directly. Default: None.
     """
-    known: dict[str, Callable[[], SplitStyle]] = {
+    factories: dict[str, Callable[[], SplitStyle]] = {
         "colwise": Colwise,
-        "colwise_gather_output": lambda: Colwise(is_gathered=True),
-        "colwise_rep": lambda: Colwise(is_gathered=True),
+        "colwise_gather_output": lambda: Colwise(gathers_output=True),
+        "colwise_rep": lambda: Colwise(gathers_output=True),
         "rowwise": Rowwise,
-        "rowwise_split_input": lambda: Rowwise(is_split=True),
-        "rowwise_rep": lambda: Rowwise(is_split=True),
+        "rowwise_split_input": lambda: Rowwise(shards_input=True),
+        "rowwise_rep": lambda: Rowwise(shards_input=True),
         "embedding_rowwise": EmbeddingRowwise,
         "embedding_colwise": EmbeddingColwise,
         "packed_colwise": PackedColwise,
@@ -517,6 +540,6 @@ def make_style(name: str, module: torch.nn.Module | None = None) -> SplitStyle:
         "local_params": SplitStyle,
         "replicate": SplitStyle,
     }
-    made = known[name]()
-    made.is_transposed = module is not None and is_transposed(module)
-    return made
+    style = factories[name]()
+    style.is_transposed = module is not None and is_transposed(module)
+    return style

@@ -152,9 +152,9 @@ def test_module_that_refuses_hooks_is_not_split() -> None:
 
 def list_gathered(model: nn.Module) -> list[str]:
     options = replace(find_plan(model), sequence_parallel=True)
-    cuts = plans.read_plan(model, SplitAxis(None, None, 0, 2), options)
-    region = plans.arrange_sequences(model, cuts)
-    automatic.check_parts(model, cuts, region)
+    model_split = plans.read_plan(model, SplitAxis(None, None, 0, 2), options)
+    region = plans.arrange_sequences(model, model_split)
+    automatic.check_blocks(model, model_split, region)
     return region.gathered
 
 

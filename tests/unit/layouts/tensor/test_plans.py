@@ -22,12 +22,12 @@ AXIS = SplitAxis(None, None, 0, 2)
 
 def read_and_check(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.ModelSplit:
     options = TensorParallelOptions(plan, **more)
-    cuts = plans.read_plan(model, AXIS, options)
-    calls.check_heads(model, cuts, AXIS.size, options)
+    model_split = plans.read_plan(model, AXIS, options)
+    calls.check_heads(model, model_split, AXIS.size, options)
     if options.sequence_parallel:
-        plans.arrange_sequences(model, cuts)
-    _find_dimensions(model, cuts, AXIS)
-    return cuts
+        plans.arrange_sequences(model, model_split)
+    _find_dimensions(model, model_split, AXIS)
+    return model_split
 
 
 def test_every_style_can_be_built() -> None:
@@ -37,13 +37,13 @@ def test_every_style_can_be_built() -> None:
 def test_star_matches_one_part_of_a_name() -> None:
     assert plans.is_match("blocks.*.up", "blocks.11.up")
     assert not plans.is_match("blocks.*", "blocks.1.up")
-    cuts = read_and_check(GPT(), GPT_PLAN)
-    assert {"blocks.0.attention.q", "blocks.1.down", "head"} < set(cuts.sites)
+    model_split = read_and_check(GPT(), GPT_PLAN)
+    assert {"blocks.0.attention.q", "blocks.1.down", "head"} < set(model_split.split_modules)
 
 
 def test_tied_embedding_is_split_like_its_head() -> None:
-    assert isinstance(read_and_check(GPT(), GPT_PLAN).sites["tokens"].style, styles.EmbeddingRowwise)
-    assert "tokens" not in read_and_check(GPT(tied=False), GPT_PLAN).sites
+    assert isinstance(read_and_check(GPT(), GPT_PLAN).split_modules["tokens"].style, styles.EmbeddingRowwise)
+    assert "tokens" not in read_and_check(GPT(tied=False), GPT_PLAN).split_modules
 
 
 class CountedHeads(nn.Module):
@@ -99,16 +99,18 @@ def test_invalid_plan_is_an_error_that_names_the_module(name: str) -> None:
 def test_counts_may_be_kept_or_divided() -> None:
     read_and_check(CountedHeads(), {"q": "colwise"}, keep=("num_heads",))
     model, options = CountedHeads(), TensorParallelOptions({"q": "colwise"}, divide=("num_heads",))
-    cuts = plans.read_plan(model, AXIS, options)
-    calls.check_heads(model, cuts, 2, options)
-    calls.divide_counts(model, cuts, 2, options)
+    model_split = plans.read_plan(model, AXIS, options)
+    calls.check_heads(model, model_split, 2, options)
+    calls.divide_counts(model, model_split, 2, options)
     assert model.num_heads == 2
 
 
 def test_loss_parallel_needs_a_head_that_gathers() -> None:
-    cuts = plans.read_plan(GPT(), AXIS, TensorParallelOptions({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}))
+    model_split = plans.read_plan(
+        GPT(), AXIS, TensorParallelOptions({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+    )
     with pytest.raises(ConfigError, match="colwise_gather_output"):
-        _find_head(GPT(), cuts)
+        _find_head(GPT(), model_split)
 
 
 # ---------------------------------------------------------------- transformers

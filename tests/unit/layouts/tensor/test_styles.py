@@ -12,10 +12,10 @@ from headway.layouts.tensor.styles import EmbeddingRowwise, SplitModule
 def look_up(ids: Any, rank: int) -> list[float]:
     """Return what one of two ranks finds for token IDs in its rows of an embedding of 5 rows with the values 1 to 5."""
     module = torch.nn.Embedding.from_pretrained(torch.arange(1.0, 6.0)[:, None])
-    site = SplitModule(module, "tokens", SplitAxis(None, None, rank, 2), EmbeddingRowwise())
-    (local,), _ = site.style.convert_inputs(site, (torch.tensor(ids),), {})
+    split_module = SplitModule(module, "tokens", SplitAxis(None, None, rank, 2), EmbeddingRowwise())
+    (local,), _ = split_module.style.convert_inputs(split_module, (torch.tensor(ids),), {})
     module.weight = torch.nn.Parameter(module.weight[3:] if rank else module.weight[:3])
-    found = module(local).masked_fill(site.held["elsewhere"].unsqueeze(-1), 0)
+    found = module(local).masked_fill(split_module.saved_values["is_elsewhere"].unsqueeze(-1), 0)
     return [float(row) for row in found.detach()]
 
 

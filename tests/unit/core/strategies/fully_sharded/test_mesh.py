@@ -40,7 +40,7 @@ def test_each_rank_must_get_a_part(size: int, fits: bool) -> None:
 def test_digest_is_equal_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     grad = torch.randn(3, 5)
     whole = agreement._make_gradient_digest(grad)
-    monkeypatch.setattr(agreement, "_BLOCK", 4)
+    monkeypatch.setattr(agreement, "_BLOCK_SIZE", 4)
     torch.testing.assert_close(agreement._make_gradient_digest(grad), whole)
     flat = grad.double().flatten()
     torch.testing.assert_close(whole, torch.stack([flat.norm(), flat @ torch.arange(15.0).double().cos()]))
