@@ -55,7 +55,7 @@ class WholeSequenceAttention(TorchFunctionMode):
 
     Attributes:
         num_calls: Number of attention calls since the last `reset_calls`.
-        is_open: Whether blocks run their forward in this mode.
+        is_active: Whether blocks run their forward in this mode.
     """
 
     def __init__(self, axis: SplitAxis, ring: Causal | None = None, style: str = "ring") -> None:
@@ -63,17 +63,17 @@ class WholeSequenceAttention(TorchFunctionMode):
         self._axis = axis
         self._ring = ring
         self._style = style
-        self.is_open = False
+        self.is_active = False
         self._is_padded = False
         self.num_calls = 0
 
-    def set_active(self, is_open: bool) -> None:
+    def set_active(self, is_active: bool) -> None:
         """Enable or disable this mode for later forward passes of the model's blocks.
 
         Args:
-            is_open: Whether to enable the mode.
+            is_active: Whether to enable the mode.
         """
-        self.is_open = is_open
+        self.is_active = is_active
 
     def set_length(self, length: int) -> None:
         """Record whether the sequences of the next forward must be padded.
@@ -106,6 +106,15 @@ class WholeSequenceAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        """Return the attention of this rank's queries to the full sequence, or of this rank's heads with Ulysses.
+
+        The arguments are those of torch's `scaled_dot_product_attention`, for this rank's sequence shard. A mask has
+        this rank's rows and all columns.
+
+        Raises:
+            UnsupportedError: If the numbers of queries and keys differ, or if the mask or the heads cannot be divided.
+            DataError: If the sequence is padded, and the attention is neither causal nor masked.
+        """
         if query.shape[-2] != key.shape[-2]:
             raise UnsupportedError(
                 f"context parallelism cuts queries and keys alike, but attention has {query.shape[-2]} queries and "
@@ -119,10 +128,10 @@ class WholeSequenceAttention(TorchFunctionMode):
         if is_plain and self._ring is not None and query.shape[2] % RING_STEP == 0:
             return self._ring(query, key, value, scale)
         if is_plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-            found: torch.Tensor = _CausalOnCpu.apply(query, key, value, self._axis, scale)  # type: ignore[no-untyped-call]
-            return found
-        both = sequences.gather_sequence(torch.cat([key, value], -1), self._axis, -2)
-        key, value = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+            output: torch.Tensor = _CausalOnCpu.apply(query, key, value, self._axis, scale)  # type: ignore[no-untyped-call]
+            return output
+        keys_and_values = sequences.gather_sequence(torch.cat([key, value], -1), self._axis, -2)
+        key, value = keys_and_values[..., : key.shape[-1]], keys_and_values[..., key.shape[-1] :]
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if is_plain:
             return self._attend_lower_right(query, key, value, options)
@@ -133,10 +142,11 @@ class WholeSequenceAttention(TorchFunctionMode):
         elif is_causal:
             attn_mask = self._make_causal_mask(query, key)
         else:
-            self._refuse_padding()
+            self._check_not_padded()
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
 
-    def _refuse_padding(self) -> None:
+    def _check_not_padded(self) -> None:
+        """Raise `DataError` if the sequence is padded."""
         if self._is_padded:
             raise DataError(
                 "context parallelism had to pad the sequence, and attention that is not causal would see the padding; pad batches "
@@ -155,20 +165,21 @@ class WholeSequenceAttention(TorchFunctionMode):
         if self._style == "ring":
             return False
         size = self._axis.size
-        heads, others = (query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1)
-        fits = heads % size == 0 and (others % size == 0 or size % others == 0)
+        heads, key_heads = (query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1)
+        fits = heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
         if self._style == "ulysses":
             if not fits:
                 raise UnsupportedError(
-                    f'cp_style="ulysses" gives each of the {size} ranks as many heads, and attention has {heads}, with {others} '
+                    f'cp_style="ulysses" gives each of the {size} ranks as many heads, and attention has {heads}, with {key_heads} '
                     'heads of keys; use a number of ranks that divides both, or cp_style="ring"'
                 )
             return True
         # Ulysses sends queries, keys, values and outputs once; the ring sends keys and values to every rank.
-        is_less = fits and heads + max(others, size) < size * others
-        chosen = "ulysses" if is_less else "ring"
-        log.info_once('cp_style="auto": %s, for %d heads (%d of keys) on %d ranks', chosen, heads, others, size)
-        return is_less
+        # Both sums are in units of one head of one rank's tokens. Fewer key heads than ranks are repeated.
+        sends_less = fits and heads + max(key_heads, size) < size * key_heads
+        style = "ulysses" if sends_less else "ring"
+        log.info_once('cp_style="auto": %s, for %d heads (%d of keys) on %d ranks', style, heads, key_heads, size)
+        return sends_less
 
     def _attend_by_heads(
         self,
@@ -187,9 +198,9 @@ class WholeSequenceAttention(TorchFunctionMode):
         Returns:
             Attention output of all heads for this rank's sequence shard.
         """
-        times = max(1, self._axis.size // key.shape[1])
-        if times > 1:
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        num_repeats = max(1, self._axis.size // key.shape[1])  # so that each rank gets at least one key head
+        if num_repeats > 1:
+            key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
         options: dict[str, Any] = {"dropout_p": dropout, "scale": scale, "is_causal": is_causal}
         if mask is not None:
             length = self._find_mask_length(mask, query)
@@ -199,24 +210,24 @@ class WholeSequenceAttention(TorchFunctionMode):
                 )
             mask = self._gather_mask_rows(mask, query.shape[-2])
         elif not is_causal:
-            self._refuse_padding()
-        query, key, value = (sequences.exchange_for_heads(each, self._axis) for each in (query, key, value))
+            self._check_not_padded()
+        query, key, value = (sequences.exchange_for_heads(tensor, self._axis) for tensor in (query, key, value))
         if mask is not None:
             key, value = key[:, :, :length], value[:, :, :length]
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
-        return sequences.exchange_for_parts(out, self._axis)
+        output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        return sequences.exchange_for_shards(output, self._axis)
 
-    def _gather_mask_rows(self, mask: torch.Tensor, part: int) -> torch.Tensor:
+    def _gather_mask_rows(self, mask: torch.Tensor, num_queries: int) -> torch.Tensor:
         """Return the attention mask for all queries, all-gathered from the ranks.
 
         A mask without a dimension for queries is returned unchanged.
 
         Args:
             mask: Mask for this rank's queries.
-            part: Number of this rank's queries.
+            num_queries: Number of this rank's queries.
         """
-        if mask.dim() < 2 or mask.shape[-2] != part:
+        if mask.dim() < 2 or mask.shape[-2] != num_queries:
             return mask
         if mask.dtype == torch.bool:
             return sequences.gather_sequence(mask.to(torch.uint8), self._axis, -2).bool()
@@ -228,18 +239,20 @@ class WholeSequenceAttention(TorchFunctionMode):
         Raises:
             UnsupportedError: If the mask's rows do not match this rank's sequence shard.
         """
-        part, length = query.shape[-2], mask.shape[-1]
-        is_whole = sequences.pad_length(length, self._axis) == part * self._axis.size
-        if not is_whole or (mask.dim() > 1 and mask.shape[-2] not in (1, part)):
+        num_queries, length = query.shape[-2], mask.shape[-1]
+        covers_sequence = sequences.pad_length(length, self._axis) == num_queries * self._axis.size
+        if not covers_sequence or (mask.dim() > 1 and mask.shape[-2] not in (1, num_queries)):
             raise UnsupportedError(
-                f"an attention mask of shape {tuple(mask.shape)} does not fit a part of {part} of {part * self._axis.size} tokens. "
+                f"an attention mask of shape {tuple(mask.shape)} does not fit a part of {num_queries} of "
+                f"{num_queries * self._axis.size} tokens. "
                 "Context parallelism supports masks that the model passes to its blocks. Within a block, use is_causal=True"
             )
         return length
 
     def _make_causal_mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(key.shape[-2], device=query.device)
-        return sequences.split_sequence(places, self._axis, 0)[:, None] >= places
+        """Return a boolean mask of this rank's queries by all keys, with True where a query may attend to a key."""
+        positions = torch.arange(key.shape[-2], device=query.device)
+        return sequences.split_sequence(positions, self._axis, 0)[:, None] >= positions
 
     def _attend_lower_right(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
@@ -257,13 +270,16 @@ class WholeSequenceAttention(TorchFunctionMode):
         """
         from torch.nn.attention.bias import causal_lower_right
 
-        found = []
-        for part, start in _split_pieces(query, self._axis):
-            end = start + part.shape[2]
-            bias: Any = causal_lower_right(part.shape[2], end)
-            ends = key[:, :, :end], value[:, :, :end]
-            found.append(functional.scaled_dot_product_attention(part, *ends, attn_mask=bias, **options))
-        return torch.cat(found, 2)
+        outputs = []
+        for piece, start in _split_pieces(query, self._axis):
+            end = start + piece.shape[2]
+            mask: Any = causal_lower_right(piece.shape[2], end)
+            outputs.append(
+                functional.scaled_dot_product_attention(
+                    piece, key[:, :, :end], value[:, :, :end], attn_mask=mask, **options
+                )
+            )
+        return torch.cat(outputs, 2)
 
 
 def _cast_to_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -275,6 +291,7 @@ def _cast_to_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 _KEY = "_headway_attention"
+"""Key in the `__dict__` of a block under which its `WholeSequenceAttention` is stored."""
 
 
 class SplitBlock:
@@ -286,11 +303,11 @@ class SplitBlock:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's original forward with attention over full sequences."""
-        run, attention = super().forward, self.__dict__.get(_KEY)  # type: ignore[misc]
-        if attention is None or not attention.is_open:
-            return run(*args, **kwargs)
+        original_forward, attention = super().forward, self.__dict__.get(_KEY)  # type: ignore[misc]
+        if attention is None or not attention.is_active:
+            return original_forward(*args, **kwargs)
         with attention:
-            return run(*args, **kwargs)
+            return original_forward(*args, **kwargs)
 
 
 def install_attention(block: torch.nn.Module, attention: WholeSequenceAttention) -> None:
@@ -321,7 +338,7 @@ def remove_attention(block: torch.nn.Module) -> None:
     if not isinstance(block, SplitBlock):
         return
     if SplitBlock in type(block).__bases__:
-        block.__class__ = type(block).__mro__[2]
+        block.__class__ = type(block).__mro__[2]  # the original class, after `SplitBlock`
     block.__dict__.pop(_KEY, None)
 
 
@@ -330,50 +347,64 @@ class _CausalOnCpu(torch.autograd.Function):
 
     Keys and values are all-gathered in forward and again in backward. Between forward and backward, only this rank's
     shard is saved. A rank's queries are two pieces of the sequence. Each piece takes two calls of the CPU's kernel:
-    one for the earlier keys, one for the square on the diagonal. Their outputs are merged with the log-sum-exp that
-    each call returns. The backward of each call gets the merged log-sum-exp and the merged output, and so computes
-    this call's share of the gradients (as in ring attention: Liu et al., 2023). No mask of queries by keys is
-    allocated.
+    one for the earlier keys, one for the square on the diagonal. Their outputs are merged with the log-sum-exp of the
+    scores (`lse`) that each call returns. The backward of each call gets the merged log-sum-exp and the merged output,
+    and so computes this call's share of the gradients (as in ring attention: Liu et al., 2023). No mask of queries by
+    keys is allocated.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis, scale: float | None
     ) -> torch.Tensor:
-        whole_key, whole_value = _gather_keys_and_values(query, key, value, axis)
-        found = [
-            _attend_piece(part, whole_key, whole_value, start, scale) for part, start in _split_pieces(query, axis)
-        ]
-        out, sums = (torch.cat([pair[index] for pair in found], 2) for index in (0, 1))
-        ctx.save_for_backward(query, key, value, out, sums)
+        full_key, full_value = _gather_keys_and_values(query, key, value, axis)
+        outputs, lses = [], []
+        for piece, start in _split_pieces(query, axis):
+            piece_output, piece_lse = _attend_piece(piece, full_key, full_value, start, scale)
+            outputs.append(piece_output)
+            lses.append(piece_lse)
+        output, lse = torch.cat(outputs, 2), torch.cat(lses, 2)
+        ctx.save_for_backward(query, key, value, output, lse)
         ctx.axis, ctx.scale = axis, scale
-        return out
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        query, key, value, out, sums = ctx.saved_tensors
+        query, key, value, output, lse = ctx.saved_tensors
         axis = ctx.axis
-        whole_key, whole_value = _gather_keys_and_values(query, key, value, axis)
-        of_key, of_value = torch.zeros_like(whole_key), torch.zeros_like(whole_value)
-        of_query = []
-        for place, (part, start) in enumerate(_split_pieces(query, axis)):
-            end, step = start + part.shape[2], part.shape[2]
-            mine = [each.narrow(2, place * step, step).contiguous() for each in (grad, out, sums)]
-            total = torch.zeros_like(part)
-            for begin, until, is_causal in ((start, end, True), (0, start, False)):
-                if begin < until:
-                    here = slice(begin, until)
-                    keys, values = whole_key[:, :, here], whole_value[:, :, here]
-                    more = flash_attention_on_cpu_backward(
-                        mine[0], part, keys, values, *mine[1:], 0.0, is_causal, scale=ctx.scale
-                    )
-                    total += more[0]
-                    of_key[:, :, here] += more[1]
-                    of_value[:, :, here] += more[2]
-            of_query.append(total)
-        both = torch.cat([_sum_over_heads(of_key, key), _sum_over_heads(of_value, value)], -1)
-        both = sequences.reduce_scatter_sequence(both, axis, -2)
-        return torch.cat(of_query, 2), both[..., : key.shape[-1]], both[..., key.shape[-1] :], None, None
+        full_key, full_value = _gather_keys_and_values(query, key, value, axis)
+        key_grad, value_grad = torch.zeros_like(full_key), torch.zeros_like(full_value)
+        query_grads = []
+        for index, (piece, start) in enumerate(_split_pieces(query, axis)):
+            length = piece.shape[2]
+            piece_grad, piece_output, piece_lse = (
+                tensor.narrow(2, index * length, length).contiguous() for tensor in (grad, output, lse)
+            )
+            query_grad = torch.zeros_like(piece)
+            # The square on the diagonal, and the earlier keys, of which the first piece has none.
+            for first, end, is_causal in ((start, start + length, True), (0, start, False)):
+                if first == end:
+                    continue
+                tokens = slice(first, end)
+                grads = flash_attention_on_cpu_backward(
+                    piece_grad,
+                    piece,
+                    full_key[:, :, tokens],
+                    full_value[:, :, tokens],
+                    piece_output,
+                    piece_lse,
+                    0.0,
+                    is_causal,
+                    scale=ctx.scale,
+                )
+                query_grad += grads[0]
+                key_grad[:, :, tokens] += grads[1]
+                value_grad[:, :, tokens] += grads[2]
+            query_grads.append(query_grad)
+        terms = torch.cat([_sum_over_heads(key_grad, key), _sum_over_heads(value_grad, value)], -1)
+        grads_of_shard = sequences.reduce_scatter_sequence(terms, axis, -2)
+        width = key.shape[-1]
+        return torch.cat(query_grads, 2), grads_of_shard[..., :width], grads_of_shard[..., width:], None, None
 
 
 def _split_pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tensor, int]]:
@@ -382,9 +413,11 @@ def _split_pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tens
     Returns:
         Pairs of (piece of the queries, index of the piece's first token in the sequence).
     """
-    step = query.shape[2] // 2
-    numbers = sequences.find_pieces(axis.rank, axis)
-    return [(query.narrow(2, place * step, step), number * step) for place, number in enumerate(numbers)]
+    length = query.shape[2] // 2
+    return [
+        (query.narrow(2, position * length, length), piece * length)
+        for position, piece in enumerate(sequences.find_pieces(axis.rank, axis))
+    ]
 
 
 def _gather_keys_and_values(
@@ -394,21 +427,22 @@ def _gather_keys_and_values(
 
     Heads are repeated after the gather, so that each head is sent only once.
     """
-    both = sequences.gather_sequence(torch.cat([key, value], -1), axis, -2)
-    times = query.shape[1] // key.shape[1]
-    both = both if times == 1 else both.repeat_interleave(times, 1)
-    return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+    keys_and_values = sequences.gather_sequence(torch.cat([key, value], -1), axis, -2)
+    num_repeats = query.shape[1] // key.shape[1]
+    if num_repeats > 1:
+        keys_and_values = keys_and_values.repeat_interleave(num_repeats, 1)
+    return keys_and_values[..., : key.shape[-1]], keys_and_values[..., key.shape[-1] :]
 
 
-def _sum_over_heads(grad: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def _sum_over_heads(grad: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return the gradient of keys or values, summed over the query heads that share a key head.
 
     Args:
         grad: Gradient with one head per query head.
-        part: Keys or values of this rank, with fewer heads.
+        shard: Keys or values of this rank, with as many heads or fewer.
     """
-    times = grad.shape[1] // part.shape[1]
-    return grad if times == 1 else grad.view(grad.shape[0], -1, times, *grad.shape[2:]).sum(2)
+    num_repeats = grad.shape[1] // shard.shape[1]
+    return grad if num_repeats == 1 else grad.view(grad.shape[0], -1, num_repeats, *grad.shape[2:]).sum(2)
 
 
 def _attend_piece(
@@ -424,21 +458,23 @@ def _attend_piece(
         scale: Factor for the scores; None for torch's default.
     """
     end = start + query.shape[2]
-    out, sums = flash_attention_on_cpu(query, key[:, :, start:end], value[:, :, start:end], 0.0, True, scale=scale)[:2]
+    diagonal, diagonal_lse, *_ = flash_attention_on_cpu(
+        query, key[:, :, start:end], value[:, :, start:end], 0.0, True, scale=scale
+    )
     if not start:
-        return out, sums
-    before, its_sums = flash_attention_on_cpu(query, key[:, :, :start], value[:, :, :start], 0.0, False, scale=scale)[
-        :2
-    ]
-    total = torch.logaddexp(sums, its_sums)
-    shares = [(each - total).exp().unsqueeze(-1) for each in (sums, its_sums)]
-    return (out * shares[0] + before * shares[1]).to(query.dtype), total
+        return diagonal, diagonal_lse
+    earlier, earlier_lse, *_ = flash_attention_on_cpu(
+        query, key[:, :, :start], value[:, :, :start], 0.0, False, scale=scale
+    )
+    lse = torch.logaddexp(diagonal_lse, earlier_lse)
+    diagonal_share, earlier_share = ((part - lse).exp().unsqueeze(-1) for part in (diagonal_lse, earlier_lse))
+    return (diagonal * diagonal_share + earlier * earlier_share).to(query.dtype), lse
 
 
 attention = LazyModule(RING_MODULE)
 
 log = get_logger(__name__)
-_KINDS = ("cuda",)
+_RING_DEVICE_TYPES = ("cuda",)
 """Device types whose attention kernels torch's ring attention supports."""
 
 
@@ -450,8 +486,8 @@ class RingDispatcher:
     """
 
     def __init__(self) -> None:
-        self._held: list[RingAttention] = []
-        self._before: Any = None
+        self._rings: list[RingAttention] = []
+        self._original_rotation: Any = None
 
     def add_ring(self, ring: "RingAttention", rotation: str) -> None:
         """Register a model's ring attention, and enable torch's dispatcher for it.
@@ -460,26 +496,26 @@ class RingDispatcher:
             ring: Ring attention of a model.
             rotation: How keys and values are exchanged: "allgather" or "alltoall".
         """
-        if not self._held:
-            self._before = attention._cp_options.rotate_method
+        if not self._rings:
+            self._original_rotation = attention._cp_options.rotate_method
         attention.set_rotate_method(rotation)
         attention._enable_context_parallel_dispatcher()
-        self._held.append(ring)
+        self._rings.append(ring)
 
     def remove_ring(self, ring: "RingAttention") -> None:
         """Unregister a model's ring attention.
 
         When no ring attention is left in the process, torch's dispatcher and rotation method are restored.
         """
-        if ring not in self._held:
+        if ring not in self._rings:
             return
-        self._held.remove(ring)
-        if not self._held:
-            attention._cp_options.rotate_method = self._before
+        self._rings.remove(ring)
+        if not self._rings:
+            attention._cp_options.rotate_method = self._original_rotation
             attention._disable_context_parallel_dispatcher()
 
 
-def find_ring_attention(mesh: Any, rotation: str, known: RingDispatcher) -> "RingAttention | None":
+def find_ring_attention(mesh: Any, rotation: str, dispatcher: RingDispatcher) -> "RingAttention | None":
     """Return torch's causal ring attention, or None if it is not available.
 
     It is not available if torch has no kernel for the device, or if this torch version lacks one of `RING_NAMES`.
@@ -487,9 +523,9 @@ def find_ring_attention(mesh: Any, rotation: str, known: RingDispatcher) -> "Rin
     Args:
         mesh: One-dimensional DeviceMesh of the ranks.
         rotation: How keys and values are exchanged: "allgather" or "alltoall".
-        known: Registry of this process's ring attentions.
+        dispatcher: Registry of this process's ring attentions.
     """
-    if mesh.device_type not in _KINDS:
+    if mesh.device_type not in _RING_DEVICE_TYPES:
         if rotation == "alltoall":
             log.warning_once(
                 "cp_comm_strategy='alltoall' is torch's ring attention, which has no kernel for %s: keys and values are gathered",
@@ -504,7 +540,7 @@ def find_ring_attention(mesh: Any, rotation: str, known: RingDispatcher) -> "Rin
             ", ".join(missing),
         )
         return None
-    return RingAttention(mesh, rotation, known)
+    return RingAttention(mesh, rotation, dispatcher)
 
 
 class RingAttention:
@@ -513,19 +549,19 @@ class RingAttention:
     Args:
         mesh: One-dimensional DeviceMesh of the ranks.
         rotation: How keys and values are exchanged: "allgather" or "alltoall".
-        known: Registry of this process's ring attentions.
+        dispatcher: Registry of this process's ring attentions.
     """
 
-    def __init__(self, mesh: Any, rotation: str, known: RingDispatcher) -> None:
+    def __init__(self, mesh: Any, rotation: str, dispatcher: RingDispatcher) -> None:
         self._mesh = mesh
-        self._known = known
-        kind = attention._ContextParallel
-        self._style = kind(seq_dim=2, attention_type=kind.AttentionType.SDPA)
-        known.add_ring(self, rotation)
+        self._dispatcher = dispatcher
+        torch_style = attention._ContextParallel
+        self._style = torch_style(seq_dim=2, attention_type=torch_style.AttentionType.SDPA)
+        dispatcher.add_ring(self, rotation)
 
     def release(self) -> None:
         """Remove this ring attention from the registry. The last removal in the process restores torch's dispatcher."""
-        self._known.remove_ring(self)
+        self._dispatcher.remove_ring(self)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Return the causal attention of this rank's queries to the full sequence.
@@ -536,20 +572,21 @@ class RingAttention:
             value: Values of this rank, with as many heads as the keys.
             scale: Factor for the scores; None for torch's default.
         """
-        times = query.shape[1] // key.shape[1]
-        if times > 1:
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        given = {"is_causal": True, "scale": scale}
-        args, kwargs = self._style.sdpa_input_fn(None, (query, key, value), given, self._mesh)
-        out = functional.scaled_dot_product_attention(*args, **kwargs)
-        found: torch.Tensor = self._style.sdpa_output_fn(None, None, out, self._mesh)
-        return found
+        num_repeats = query.shape[1] // key.shape[1]
+        if num_repeats > 1:
+            key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
+        options = {"is_causal": True, "scale": scale}
+        # torch's style converts the tensors to DTensors, for which its dispatcher runs the ring, and back.
+        args, kwargs = self._style.sdpa_input_fn(None, (query, key, value), options, self._mesh)
+        output = functional.scaled_dot_product_attention(*args, **kwargs)
+        local_output: torch.Tensor = self._style.sdpa_output_fn(None, None, output, self._mesh)
+        return local_output
 
 
 def _is_sdpa(name: str) -> bool:
     """Whether the name refers to the attention function that transformers registers as "sdpa"."""
-    known: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
-    return known.get(name) is not None and known.get(name) is known.get("sdpa")
+    functions: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    return functions.get(name) is not None and functions.get(name) is functions.get("sdpa")
 
 
 def use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
@@ -566,19 +603,19 @@ def use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
             "eager".
     """
     config: Any = getattr(model, "config", None)
-    now = getattr(config, "_attn_implementation", None)
-    switch: Any = getattr(model, "set_attn_implementation", None)
-    if now in (None, "sdpa") or switch is None or _is_sdpa(now):
+    implementation = getattr(config, "_attn_implementation", None)
+    set_implementation: Any = getattr(model, "set_attn_implementation", None)
+    if implementation in (None, "sdpa") or set_implementation is None or _is_sdpa(implementation):
         return None
-    if now != "eager":
+    if implementation != "eager":
         raise PrepareError(
-            f"{type(model).__name__} has attn_implementation={now!r}; for context parallelism, load it with 'sdpa'"
+            f"{type(model).__name__} has attn_implementation={implementation!r}; for context parallelism, load it with 'sdpa'"
         )
     try:
-        switch("sdpa")
+        set_implementation("sdpa")
     except ValueError as error:
         raise PrepareError(
             f"{type(model).__name__} only has eager attention, which context parallelism cannot split: {error}"
         ) from error
     log.info_once("context parallelism: %s now computes attention with sdpa instead of eagerly", type(model).__name__)
-    return partial(switch, now)
+    return partial(set_implementation, implementation)

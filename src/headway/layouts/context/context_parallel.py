@@ -50,14 +50,14 @@ class CallPhase(Enum):
 
     Attributes:
         NONE: The block is called outside of the prepared model.
-        WHOLE: The model is called with full sequences.
-        CUT: The model is called with its sequences split across ranks.
+        FULL: The model is called with full sequences.
+        SPLIT: The model is called with its sequences split across ranks.
         BACKWARD: Backward pass, in which activation checkpointing can recompute blocks.
     """
 
     NONE = "no call of the prepared model"
-    WHOLE = "a call with whole sequences"
-    CUT = "a call whose sequences are cut"
+    FULL = "a call with whole sequences"
+    SPLIT = "a call whose sequences are cut"
     BACKWARD = "backward, in which blocks may be computed again"
 
 
@@ -162,7 +162,7 @@ class ContextParallel(SplitModel):
             model, "Context parallelism splits queries and keys alike, but no rank has queries for these keys"
         )
         keep_packing(model)  # the dry run is in eval mode
-        blocks = _find_stack(model, options)
+        blocks = _find_block_stack(model, options)
         self._restore_attention = attention.use_sdpa(model)
         self._parameters = inspect.signature(model.forward).parameters
         self._labels = SplitLabels(model, _list_positional(self._parameters), options, self._axis, everyone)
@@ -176,7 +176,7 @@ class ContextParallel(SplitModel):
         self._rng_states = SplitRNG(self._axis)
         self._phase = CallPhase.NONE
         self._length = 0
-        self._recomputes = False
+        self._is_in_backward = False
         self._stops_after_dry_run = False
         self.is_in_stage: Callable[[], bool] = lambda: False
         self._region_by_kind: dict[CallKind, SplitRegion] = {}
@@ -209,21 +209,21 @@ class ContextParallel(SplitModel):
     def backward_context(self) -> Iterator[None]:
         """Return a context for backward, in which recomputed blocks get this rank's sequence shard."""
         with self._set_phase(CallPhase.BACKWARD):
-            self._recomputes = True
+            self._is_in_backward = True
             self._attention.set_active(True)
             try:
                 yield
             finally:
-                self._recomputes = False
+                self._is_in_backward = False
                 self._attention.set_active(False)
 
     @contextmanager
     def _set_phase(self, phase: CallPhase) -> Iterator[None]:
-        before, self._phase = self._phase, phase
+        outer_phase, self._phase = self._phase, phase
         try:
             yield
         finally:
-            self._phase = before
+            self._phase = outer_phase
 
     # ---------------------------------------------------------------- stages of a pipeline
 
@@ -244,7 +244,7 @@ class ContextParallel(SplitModel):
             args: Positional arguments of the first block.
             kwargs: Keyword arguments of the first block.
         """
-        if self._phase is CallPhase.CUT:
+        if self._phase is CallPhase.SPLIT:
             self._set_length(self._find_activations(args, kwargs))
 
     def run_dry_run_only(self, call: Callable[[], object]) -> None:
@@ -288,7 +288,7 @@ class ContextParallel(SplitModel):
                     "context parallelism cuts sequences, and a cache of keys would contain only this rank's part; leave out "
                     "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
                 )
-            return self._run(CallPhase.WHOLE, args, kwargs)
+            return self._run(CallPhase.FULL, args, kwargs)
         if "use_cache" in self._parameters:
             kwargs = {**kwargs, "use_cache": False}
         kind = self._classify_call(args, kwargs)
@@ -303,7 +303,7 @@ class ContextParallel(SplitModel):
             raise DryRunFinished
         region = self._region_by_kind[kind]
         call = self._split_call(args, kwargs, region)
-        out = self._run(CallPhase.CUT, call.args, call.kwargs, region)
+        out = self._run(CallPhase.SPLIT, call.args, call.kwargs, region)
         if kind not in self._kinds_with_loss and _has_loss(call, out):
             raise PrepareError(
                 f"{type(self._model).__name__} computes a loss from labels while training, but not in eval() mode, in which context "
@@ -314,11 +314,22 @@ class ContextParallel(SplitModel):
     def _run(
         self, phase: CallPhase, args: tuple[Any, ...], kwargs: dict[str, Any], region: SplitRegion = SplitRegion.MEANS
     ) -> Any:
+        """Call the model, and return its output.
+
+        Args:
+            phase: Whether the model's sequences are split.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            region: Part of the model that computes on sequence shards. Ignored if sequences are not split.
+
+        Raises:
+            PrepareError: If sequences are split, but the model has not called its first block.
+        """
         self._length = 0
         self._region = region
         with self._set_phase(phase):
             out = self._model(*args, **kwargs)
-        if phase is CallPhase.CUT and not self._length:
+        if phase is CallPhase.SPLIT and not self._length:
             raise PrepareError(
                 f"{type(self._model).__name__} did not call its first block, where sequences are cut; use fsdp or tp"
             )
@@ -358,7 +369,7 @@ class ContextParallel(SplitModel):
                 `PartialOutput`.
         """
         has_loss = _has_loss(call, out)
-        part = sequences.pad_length(self._length, self._axis) // self._axis.size
+        shard_length = sequences.pad_length(self._length, self._axis) // self._axis.size
 
         def join_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -367,7 +378,7 @@ class ContextParallel(SplitModel):
                 return sequences.divide_gradient(leaf, self._axis)
             if _is_loss(leaf):
                 return self._reduce_loss(leaf, call, region) if has_loss else leaf
-            if leaf.dim() < 2 or leaf.shape[1] != part:
+            if leaf.dim() < 2 or leaf.shape[1] != shard_length:
                 return leaf
             if has_loss and is_training:
                 return PartialOutput(leaf.shape, self._length)
@@ -382,11 +393,11 @@ class ContextParallel(SplitModel):
         """
         if region is SplitRegion.SUMS or call.num_labels is None:
             return crossings.sum_terms(loss, self._axis)
-        every, mine = call.num_labels
-        # If this part has no labels, its mean is 0 / 0.
-        share = torch.where(mine > 0, loss * (mine / every), torch.zeros_like(loss))
-        found = crossings.sum_terms(share, self._axis)
-        return torch.where(every > 0, found, torch.full_like(found, torch.nan))
+        num_all, num_own = call.num_labels
+        # If this rank's shard has no labels, its mean is 0 / 0.
+        term = torch.where(num_own > 0, loss * (num_own / num_all), torch.zeros_like(loss))
+        mean = crossings.sum_terms(term, self._axis)
+        return torch.where(num_all > 0, mean, torch.full_like(mean, torch.nan))
 
     # ---------------------------------------------------------------- the first call
 
@@ -406,22 +417,23 @@ class ContextParallel(SplitModel):
                 "(dynamo_backend) out, or use fsdp or tp"
             )
         args, kwargs = _pass_by_name(self._parameters, args, kwargs)
-        given = self._labels.find_labels(args, kwargs)
+        labels = self._labels.find_labels(args, kwargs)
         args, kwargs = sequences.shorten_arguments(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
         difference = ""
         with sequences.enter_evaluation(self._model):
-            if given:
+            if labels:
                 with self._labels.observe_ignored_label():
-                    self._run(CallPhase.WHOLE, args, kwargs)
-                ignored = self._labels.choose_dry_run_label(given)
-                kwargs = sequences.ignore_some_labels(kwargs, given.keys() & kwargs.keys(), ignored)
-            whole = self._run(CallPhase.WHOLE, args, kwargs)
+                    self._run(CallPhase.FULL, args, kwargs)
+                ignored = self._labels.choose_dry_run_label(labels)
+                kwargs = sequences.ignore_some_labels(kwargs, labels.keys() & kwargs.keys(), ignored)
+            full_output = self._run(CallPhase.FULL, args, kwargs)
             for regions in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
-                found = self._try_regions(regions, args, kwargs, whole)
-                rows = self._everyone.gather_numbers(
+                found = self._try_regions(regions, args, kwargs, full_output)
+                # All ranks must use the same region, or all must raise the error.
+                results = self._everyone.gather_numbers(
                     [float(isinstance(found, SplitRegion)), float(found is SplitRegion.SUMS)]
                 )
-                if all(row == rows[0] for row in rows) and isinstance(found, SplitRegion):
+                if all(result == results[0] for result in results) and isinstance(found, SplitRegion):
                     if found is SplitRegion.BLOCKS:
                         log.info_once(
                             "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, "
@@ -435,7 +447,7 @@ class ContextParallel(SplitModel):
         )
 
     def _try_regions(
-        self, regions: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+        self, regions: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], full_output: Any
     ) -> SplitRegion | str:
         """Return the first split region for which the outputs equal those of full sequences.
 
@@ -445,63 +457,79 @@ class ContextParallel(SplitModel):
             regions: Split regions to try.
             args: Positional arguments of the dry run.
             kwargs: Keyword arguments of the dry run.
-            whole: Output for full sequences.
+            full_output: Output for full sequences.
         """
         self._attention.reset_calls()
-        found = ""
+        first_difference = ""
         try:
             call = self._split_call(args, kwargs, regions[0])
-            out = self._run(CallPhase.CUT, call.args, call.kwargs, regions[0])
+            out = self._run(CallPhase.SPLIT, call.args, call.kwargs, regions[0])
             if not self._attention.num_calls:
                 return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
             for region in regions:
-                cut = self._join_output(call, out, region, is_training=False)
+                output = self._join_output(call, out, region, is_training=False)
                 is_joined = region is not SplitRegion.BLOCKS
-                difference = sequences.describe_difference(whole, cut, self._is_exact, is_loss_joined=is_joined)
+                difference = sequences.describe_difference(
+                    full_output, output, self._is_exact, is_loss_joined=is_joined
+                )
                 if not difference:
                     if _has_loss(call, out):
                         self._kinds_with_loss.add(self._classify_call(args, kwargs))
                     return region
-                found = found or difference
+                first_difference = first_difference or difference
         except Exception as error:  # from the model's code, which may not expect shorter tensors
             fsdp_state.reshard_units(self._model)
             if isinstance(error, DataError) or is_out_of_memory(error):  # caused by this batch, not by the model
                 raise
             log.debug("dry run of context parallelism", exc_info=True)
-            found = f"{type(error).__name__}: {error}"
-        return found
+            first_difference = f"{type(error).__name__}: {error}"
+        return first_difference
 
     # ---------------------------------------------------------------- calls of blocks
 
     def _before_block(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._phase is CallPhase.WHOLE or (self._phase is CallPhase.NONE and not torch.is_grad_enabled()):
+        """Before a block's forward, return its arguments with this rank's sequence shards.
+
+        The first block's activations are split. Later blocks get shards from the block before them. In training, also
+        switch to this rank's RNG state. Arguments do not change in calls with full sequences.
+
+        Raises:
+            UnsupportedError: If the block is called outside of the prepared model while gradients are enabled.
+            PrepareError: If the block's first argument is not (rows, tokens, width), or if the model changes the length
+                of its sequences between blocks.
+        """
+        if self._phase is CallPhase.FULL or (self._phase is CallPhase.NONE and not torch.is_grad_enabled()):
             return None
         if self._phase is CallPhase.NONE:
             raise UnsupportedError(
                 f"a part of {type(self._model).__name__} was called by itself while training; under context parallelism call the "
                 "prepared model, which cuts the sequences that its blocks get"
             )
-        x = self._find_activations(args, kwargs)
+        activations = self._find_activations(args, kwargs)
         is_first = block is self._blocks[0]
-        if is_first and self._phase is CallPhase.CUT:
-            self._set_length(x)
-        part = sequences.split_sequence(x, self._axis, 1) if is_first else x
-        total = part.shape[1] * self._axis.size
-        if self._phase is CallPhase.CUT and sequences.pad_length(self._length, self._axis) != total:
+        if is_first and self._phase is CallPhase.SPLIT:
+            self._set_length(activations)
+        shard = sequences.split_sequence(activations, self._axis, 1) if is_first else activations
+        total = shard.shape[1] * self._axis.size
+        if self._phase is CallPhase.SPLIT and sequences.pad_length(self._length, self._axis) != total:
             raise PrepareError(
                 f"between its blocks {type(self._model).__name__} changes the length of its sequences, which are cut"
             )
 
-        def split_other(leaf: Any) -> Any:
-            return self._split_argument(leaf, total) if isinstance(leaf, torch.Tensor) and leaf is not x else leaf
+        def split_leaf(leaf: Any) -> Any:
+            is_other_tensor = isinstance(leaf, torch.Tensor) and leaf is not activations
+            return self._split_argument(leaf, total) if is_other_tensor else leaf
 
-        args = tuple(part if value is x else tree.map_leaves(split_other, value) for value in args)
-        kwargs = {key: part if value is x else tree.map_leaves(split_other, value) for key, value in kwargs.items()}
+        def split_value(value: Any) -> Any:
+            return shard if value is activations else tree.map_leaves(split_leaf, value)
+
+        split_args = tuple(split_value(value) for value in args)
+        split_kwargs = {name: split_value(value) for name, value in kwargs.items()}
         if block.training:
             self._rng_states.use_rank_state()
-        if self._phase is CallPhase.CUT:
+        if self._phase is CallPhase.SPLIT:
             self._attention.set_active(True)
-        return args, kwargs
+        return split_args, split_kwargs
 
     def _find_activations(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Return the activations that are a block's input, which must be its first argument.
@@ -509,16 +537,20 @@ class ContextParallel(SplitModel):
         Raises:
             PrepareError: If the first argument is not a tensor of at least three dimensions.
         """
-        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
-        if not isinstance(x, torch.Tensor) or x.dim() < 3:
+        if args:
+            first = args[0]
+        else:
+            first = next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
+        if not isinstance(first, torch.Tensor) or first.dim() < 3:
             raise PrepareError(
                 f"the first argument of the blocks of {type(self._model).__name__} must be (rows, tokens, width), to be split "
-                f"along the sequence, but one got {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
+                f"along the sequence, but one got {tuple(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__}"
             )
-        return x
+        return first
 
-    def _set_length(self, x: torch.Tensor) -> None:
-        self._length = x.shape[1]
+    def _set_length(self, activations: torch.Tensor) -> None:
+        """Record the length of the full sequences, without padding, from the first block's input."""
+        self._length = activations.shape[1]
         self._attention.set_length(self._length)
 
     def _after_any_block(self, *_: Any) -> None:
@@ -527,16 +559,21 @@ class ContextParallel(SplitModel):
         In backward, the mode stays enabled. The hook also runs if the forward raised an error.
         """
         self._rng_states.use_common_state()
-        self._attention.set_active(self._recomputes)
+        self._attention.set_active(self._is_in_backward)
 
     def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:
-        if self._phase is not CallPhase.CUT or self._region is not SplitRegion.BLOCKS:
+        """After the last block, return its output for full sequences if the code after the blocks needs them.
+
+        Each rank then computes the same loss, whose gradient is divided by the number of ranks (`divide_gradient`). So
+        backward multiplies the gradient of this rank's shard by this number.
+        """
+        if self._phase is not CallPhase.SPLIT or self._region is not SplitRegion.BLOCKS:
             return None
 
-        def join_part(part: torch.Tensor) -> torch.Tensor:
-            return sequences.join_sequence(part, self._axis, 1, self._length, times=self._axis.size)
+        def join_shards(shard: torch.Tensor) -> torch.Tensor:
+            return sequences.join_sequence(shard, self._axis, 1, self._length, grad_factor=self._axis.size)
 
-        return (join_part(output[0]), *output[1:]) if isinstance(output, tuple) else join_part(output)
+        return (join_shards(output[0]), *output[1:]) if isinstance(output, tuple) else join_shards(output)
 
     def _split_argument(self, tensor: torch.Tensor, total: int) -> torch.Tensor:
         """Return this rank's shard of a block's argument, split along the dimension that is as long as the sequence.
@@ -548,20 +585,20 @@ class ContextParallel(SplitModel):
             total: Length of the padded sequence in tokens.
         """
 
-        def is_long(dim: int) -> bool:
+        def has_sequence_length(dim: int) -> bool:
             if tensor.dim() < -dim:
                 return False
-            if self._phase is CallPhase.CUT:
+            if self._phase is CallPhase.SPLIT:
                 return tensor.shape[dim] == self._length
             # In backward `_length` may be that of a later call.
             return sequences.pad_length(tensor.shape[dim], self._axis) == total
 
-        is_number = not tensor.is_floating_point() and tensor.dtype != torch.bool
-        if is_number and is_long(-1):
+        is_integer = not tensor.is_floating_point() and tensor.dtype != torch.bool
+        if is_integer and has_sequence_length(-1):  # position IDs
             return sequences.split_sequence(tensor, self._axis, -1)
-        if is_long(-2):  # rows of a mask, or a vector for each token
+        if has_sequence_length(-2):  # rows of a mask, or a vector for each token
             return sequences.split_sequence(tensor, self._axis, -2, filler=tensor.dtype == torch.bool)
-        if tensor.dim() < 3 and is_long(-1):
+        if tensor.dim() < 3 and has_sequence_length(-1):
             return sequences.split_sequence(tensor, self._axis, -1)
         return tensor
 
@@ -625,6 +662,7 @@ def _pass_by_name(
 
 
 def _is_loss(leaf: Any) -> bool:
+    """Whether a value in a model's output is a loss: a floating-point tensor without dimensions."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
 
 
@@ -633,10 +671,16 @@ def _has_loss(call: LabeledCall, out: Any) -> bool:
     return call.num_labels is not None and any(_is_loss(each) for each in tree.list_tensors(out))
 
 
-def _find_stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
+def _find_block_stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
+    """Return the repeated blocks of a model, in order.
+
+    Raises:
+        PrepareError: If there are none, or if they are not children of one module.
+    """
     blocks = find_blocks(model, options.blocks)
-    inside = [m for m in model.modules() if any(child is block for child in m.children() for block in blocks[:1])]
-    if not inside or any(all(child is not block for child in inside[0].children()) for block in blocks):
+    parents = [module for module in model.modules() if blocks and any(c is blocks[0] for c in module.children())]
+    sibling_ids = {id(child) for child in parents[0].children()} if parents else set()
+    if not all(id(block) in sibling_ids for block in blocks) or not blocks:
         found = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
         raise PrepareError(
             f"context parallelism needs one stack of blocks, that processes the whole sequence; {type(model).__name__} has these "

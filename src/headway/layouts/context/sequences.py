@@ -53,8 +53,8 @@ def pad_length(length: int, axis: SplitAxis) -> int:
         length: Length of the sequence in tokens.
         axis: Mesh axis of context parallelism.
     """
-    step = 2 * axis.size
-    return -(-length // step) * step
+    num_pieces = 2 * axis.size
+    return -(-length // num_pieces) * num_pieces
 
 
 def find_pieces(rank: int, axis: SplitAxis) -> tuple[int, int]:
@@ -69,52 +69,55 @@ def find_pieces(rank: int, axis: SplitAxis) -> tuple[int, int]:
     return rank, 2 * axis.size - 1 - rank
 
 
-def split_sequence(whole: torch.Tensor, axis: SplitAxis, dim: int, filler: float = 0) -> torch.Tensor:
-    """Return this rank's shard of a replicated tensor, without communication.
+def split_sequence(full: torch.Tensor, axis: SplitAxis, dim: int, filler: float = 0) -> torch.Tensor:
+    """Return this rank's shard of a replicated tensor, without communication. The sequence is padded if necessary.
 
-    Backward gives `whole` a gradient that is zero outside the shard. The sum of these gradients over the ranks is the
+    Backward gives `full` a gradient that is zero outside the shard. The sum of these gradients over the ranks is the
     full gradient.
 
     Args:
-        whole: Tensor that is equal on all ranks.
+        full: Tensor that is equal on all ranks.
         axis: Mesh axis of context parallelism.
         dim: Dimension of the sequence.
         filler: Value used as padding. Default: 0.
     """
-    dim = dim % whole.dim()
-    length = pad_length(whole.shape[dim], axis)
-    if length > whole.shape[dim]:
-        whole = functional.pad(whole, [0, 0] * (whole.dim() - 1 - dim) + [0, length - whole.shape[dim]], value=filler)
-    step = length // (2 * axis.size)
-    return torch.cat([whole.narrow(dim, piece * step, step) for piece in find_pieces(axis.rank, axis)], dim)
+    dim = dim % full.dim()
+    length = pad_length(full.shape[dim], axis)
+    num_missing = length - full.shape[dim]
+    if num_missing:
+        # `pad` gets (before, after) for each dimension, beginning with the last one.
+        full = functional.pad(full, [0, 0] * (full.dim() - 1 - dim) + [0, num_missing], value=filler)
+    piece_length = length // (2 * axis.size)
+    pieces = [full.narrow(dim, piece * piece_length, piece_length) for piece in find_pieces(axis.rank, axis)]
+    return torch.cat(pieces, dim)
 
 
-def gather_sequence(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+def gather_sequence(shard: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """Return the full sequence with padding, all-gathered from the ranks' shards. Backward reduce-scatters gradients.
 
     Args:
-        part: This rank's shard.
+        shard: This rank's shard.
         axis: Mesh axis of context parallelism.
         dim: Dimension of the sequence.
     """
-    dim = dim % part.dim()
+    dim = dim % shard.dim()
     return apply_with_backward(
-        part, partial(_gather_sequence, axis=axis, dim=dim), partial(reduce_scatter_sequence, axis=axis, dim=dim)
+        shard, partial(_gather_sequence, axis=axis, dim=dim), partial(reduce_scatter_sequence, axis=axis, dim=dim)
     )
 
 
-def exchange_for_heads(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+def exchange_for_heads(shard: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Return full sequences of this rank's heads, given this rank's sequence shard of all heads (all-to-all).
 
     Args:
-        part: Tensor of shape [rows, heads, sequence shard, head dim].
+        shard: Tensor of shape [rows, heads, sequence shard, head dim].
         axis: Mesh axis of context parallelism.
     """
-    found = _exchange_rows(torch.stack(part.chunk(axis.size, 1)), axis)
-    return _restore_order(found, axis, 2)
+    heads_by_rank = torch.stack(shard.chunk(axis.size, 1))
+    return _restore_order(_exchange_rows(heads_by_rank, axis), axis, 2)
 
 
-def exchange_for_parts(heads: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+def exchange_for_shards(heads: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Return this rank's sequence shard of all heads, given full sequences of this rank's heads (all-to-all).
 
     This is the inverse of `exchange_for_heads`.
@@ -123,10 +126,17 @@ def exchange_for_parts(heads: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
         heads: Tensor of shape [rows, heads of this rank, sequence, head dim].
         axis: Mesh axis of context parallelism.
     """
-    return torch.cat(_exchange_rows(_stack_by_rank(heads, axis, 2), axis).unbind(0), 1)
+    shards_by_rank = _stack_by_rank(heads, axis, 2)
+    return torch.cat(_exchange_rows(shards_by_rank, axis).unbind(0), 1)
 
 
 def _exchange_rows(by_rank: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    """Send one tensor to each rank, and return the tensors received from them (all-to-all). Differentiable.
+
+    Args:
+        by_rank: Tensors of equal shape, stacked by destination rank.
+        axis: Mesh axis of context parallelism.
+    """
     rows, even = by_rank.reshape(axis.size, -1), [1] * axis.size
     return exchange_rows(rows, axis, even, even, 1.0, nullcontext).view_as(by_rank)
 
@@ -143,38 +153,41 @@ def reduce_scatter_sequence(terms: torch.Tensor, axis: SplitAxis, dim: int) -> t
     return reduce_scatter(stacked.view(-1, *stacked.shape[2:]), axis)
 
 
-def join_sequence(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, times: int = 1) -> torch.Tensor:
+def join_sequence(shard: torch.Tensor, axis: SplitAxis, dim: int, length: int, grad_factor: int = 1) -> torch.Tensor:
     """Return the full sequence, all-gathered without padding, for computations that are identical on all ranks.
 
     Backward returns this rank's shard of the gradient, without communication.
 
     Args:
-        part: This rank's shard.
+        shard: This rank's shard.
         axis: Mesh axis of context parallelism.
         dim: Dimension of the sequence.
         length: Length of the full sequence without padding.
-        times: Factor for the gradients in backward. Default: 1.
+        grad_factor: Factor by which backward multiplies the gradients. Default: 1.
     """
-    dim = dim % part.dim()
+    dim = dim % shard.dim()
 
     def split_gradient(grad: torch.Tensor) -> torch.Tensor:
-        mine = split_sequence(grad, axis, dim)
-        return mine if times == 1 else mine * times
+        grad_shard = split_sequence(grad, axis, dim)
+        return grad_shard if grad_factor == 1 else grad_shard * grad_factor
 
-    whole = apply_with_backward(part, partial(_gather_sequence, axis=axis, dim=dim), split_gradient)
-    return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).clone()
+    full = apply_with_backward(shard, partial(_gather_sequence, axis=axis, dim=dim), split_gradient)
+    return full if full.shape[dim] == length else full.narrow(dim, 0, length).clone()
 
 
-def divide_gradient(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+def divide_gradient(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Return the tensor unchanged. Backward divides its gradient by the number of ranks.
 
     The division is needed because all ranks compute this gradient identically, and their gradients are summed later.
     """
-    return apply_with_backward(whole, view_unchanged, lambda grad: grad / axis.size) if whole.requires_grad else whole
+    if not tensor.requires_grad:
+        return tensor
+    return apply_with_backward(tensor, view_unchanged, lambda grad: grad / axis.size)
 
 
-def _gather_sequence(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
-    return _restore_order(all_gather(part, axis).view(axis.size, *part.shape), axis, dim)
+def _gather_sequence(shard: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    """All-gather a sequence without autograd, in its original order and with padding."""
+    return _restore_order(all_gather(shard, axis).view(axis.size, *shard.shape), axis, dim)
 
 
 def _restore_order(by_rank: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -185,21 +198,22 @@ def _restore_order(by_rank: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Te
         axis: Mesh axis of context parallelism.
         dim: Dimension of the sequence in each shard.
     """
-    step = by_rank.shape[dim + 1] // 2
-    found: list[Any] = [None] * (2 * axis.size)
+    piece_length = by_rank.shape[dim + 1] // 2
+    pieces: list[Any] = [None] * (2 * axis.size)
     for rank in range(axis.size):
-        for place, piece in enumerate(find_pieces(rank, axis)):
-            found[piece] = by_rank[rank].narrow(dim, place * step, step)
-    return torch.cat(found, dim)
+        for position, piece in enumerate(find_pieces(rank, axis)):
+            pieces[piece] = by_rank[rank].narrow(dim, position * piece_length, piece_length)
+    return torch.cat(pieces, dim)
 
 
-def _stack_by_rank(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+def _stack_by_rank(full: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """Return the ranks' shards of a full sequence, stacked along a new first dimension."""
-    pieces = whole.chunk(2 * axis.size, dim)
-    return torch.stack([torch.cat([pieces[p] for p in find_pieces(rank, axis)], dim) for rank in range(axis.size)])
+    pieces = full.chunk(2 * axis.size, dim)
+    shards = [torch.cat([pieces[piece] for piece in find_pieces(rank, axis)], dim) for rank in range(axis.size)]
+    return torch.stack(shards)
 
 
-_DEFAULT = -100
+_DEFAULT_IGNORED_LABEL = -100
 """Label that torch's losses ignore by default."""
 _LOSSES = (functional.cross_entropy, functional.nll_loss)
 
@@ -244,7 +258,7 @@ class SplitLabels:
         self._options = options
         self._axis = axis
         self._everyone = everyone
-        self._of_loss: int | None = None
+        self._observed_label: int | None = None  # `ignore_index` of the model's cross entropy, once it was observed
         self._name = type(model).__name__
 
     @property
@@ -253,8 +267,8 @@ class SplitLabels:
 
         Labels are padded with it.
         """
-        known = (self._options.ignore_index, self._of_loss, _DEFAULT)
-        return next(value for value in known if value is not None)
+        labels = (self._options.ignore_index, self._observed_label, _DEFAULT_IGNORED_LABEL)
+        return next(label for label in labels if label is not None)
 
     @contextmanager
     def observe_ignored_label(self) -> Iterator[None]:
@@ -265,16 +279,17 @@ class SplitLabels:
         Raises:
             PrepareError: If the recorded label differs from the label in the options.
         """
-        with _IgnoredLabels() as watch:
+        with _IgnoredLabels() as recorder:
             yield
-        seen = set().union(*self._everyone.gather_objects(watch.seen))  # in a pipeline only the last stage computes it
-        if len(seen) != 1:
+        # From all ranks, because in a pipeline only the last stage computes the loss.
+        observed_labels = set().union(*self._everyone.gather_objects(recorder.observed_labels))
+        if len(observed_labels) != 1:
             return
-        (self._of_loss,) = seen
-        if self._options.ignore_index not in (None, self._of_loss):
+        (self._observed_label,) = observed_labels
+        if self._options.ignore_index not in (None, self._observed_label):
             raise PrepareError(
                 f"TorchContextParallelConfig(ignore_index={self._options.ignore_index}), but the cross entropy of "
-                f"{self._name} has ignore_index={self._of_loss}; make them equal, or leave the option out"
+                f"{self._name} has ignore_index={self._observed_label}; make them equal, or leave the option out"
             )
 
     def find_labels(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -282,9 +297,11 @@ class SplitLabels:
 
         Labels are tensors of at least two dimensions, (rows, tokens), among the arguments that the options name.
         """
-        given = {**dict(zip(self._parameters, args)), **kwargs}
-        found = {name: given.get(name) for name in self._options.labels}
-        return {name: label for name, label in found.items() if isinstance(label, torch.Tensor) and label.dim() > 1}
+        arguments = {**dict(zip(self._parameters, args)), **kwargs}
+        candidates = {name: arguments.get(name) for name in self._options.labels}
+        return {
+            name: label for name, label in candidates.items() if isinstance(label, torch.Tensor) and label.dim() > 1
+        }
 
     def choose_dry_run_label(self, labels: Mapping[str, torch.Tensor]) -> int:
         """Return a label for dry runs: the ignored label if known, else the smallest of the given labels.
@@ -294,12 +311,12 @@ class SplitLabels:
         Args:
             labels: Labels of the call by argument name.
         """
-        if self._of_loss is not None:
-            return self._of_loss
+        if self._observed_label is not None:
+            return self._observed_label
         if self._options.ignore_index is not None:
             return self._options.ignore_index
-        known = [label for label in labels.values() if _is_class(label) and not is_fake(label)]
-        return min((int(label.min()) for label in known), default=0)
+        class_labels = [label for label in labels.values() if _is_class(label) and not is_fake(label)]
+        return min((int(label.min()) for label in class_labels), default=0)
 
     def split_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_alone: bool = False) -> LabeledCall:
         """Return the call with each tensor of labels replaced by this rank's shard of the tensor.
@@ -323,15 +340,16 @@ class SplitLabels:
         self._check_padding(labels, is_alone)
         if "labels" in labels and "shift_labels" not in labels and _has_shifted_loss(self._model):
             labels["shift_labels"] = functional.pad(labels["labels"][:, 1:], (0, 1), value=self.ignored_label)
-        parts = {
+        shards = {
             name: split_sequence(label, self._axis, 1, self.ignored_label if _is_class(label) else 0)
             for name, label in labels.items()
         }
-        counted = "shift_labels" if "shift_labels" in labels else next(iter(labels))
-        counts = self._count_labels(labels[counted]), self._count_labels(parts[counted])
-        rest = args[len(self._parameters) :]
-        args = tuple(parts.pop(name, value) for name, value in zip(self._parameters, args)) + rest
-        return LabeledCall(args, {**kwargs, **parts}, counts)
+        counted_name = "shift_labels" if "shift_labels" in labels else next(iter(labels))
+        counts = self._count_labels(labels[counted_name]), self._count_labels(shards[counted_name])
+        # Shards of positional labels are removed from `shards`, and the others replace keyword arguments.
+        positional = tuple(shards.pop(name, value) for name, value in zip(self._parameters, args))
+        variadic = args[len(self._parameters) :]
+        return LabeledCall(positional + variadic, {**kwargs, **shards}, counts)
 
     def _check_padding(self, labels: Mapping[str, torch.Tensor], is_alone: bool) -> None:
         """Raise an error on all ranks if any rank's labels cannot be padded.
@@ -347,19 +365,24 @@ class SplitLabels:
             DataError: If this rank's labels cannot be padded or, unless `is_alone`, another rank's.
         """
         classes = [label for label in labels.values() if _is_class(label)]
-        if self._of_loss is not None or not classes:
+        if self._observed_label is not None or not classes:
             return
         problem = next(filter(None, map(self._find_padding_problem, classes)), "")
-        rows = [] if is_alone else self._everyone.gather_numbers([float(bool(problem))])
-        refusing = [rank for rank, row in enumerate(rows) if row[0]]
+        has_problem_by_rank = [] if is_alone else self._everyone.gather_numbers([float(bool(problem))])
+        ranks = [rank for rank, (has_problem,) in enumerate(has_problem_by_rank) if has_problem]
         if problem:
             raise DataError(problem)
-        if refusing:
+        if ranks:
             raise DataError(
-                f"the batch of ranks {', '.join(map(str, refusing))} has labels that cannot be padded; the error there says more"
+                f"the batch of ranks {', '.join(map(str, ranks))} has labels that cannot be padded; the error there says more"
             )
 
     def _find_padding_problem(self, label: torch.Tensor) -> str:
+        """Return the message of the error if labels cannot be padded, or "" if they can or need not be.
+
+        Labels can be padded with `ignored_label` unless they contain another negative label, which the loss might
+        ignore instead.
+        """
         length = label.shape[1]
         if is_fake(label) or pad_length(length, self._axis) == length:
             return ""
@@ -390,7 +413,7 @@ class _IgnoredLabels(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[int] = set()
+        self.observed_labels: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the `ignore_index` of a loss whose targets are class indices. Run all functions unchanged."""
@@ -399,11 +422,13 @@ class _IgnoredLabels(TorchFunctionMode):
             target = kwargs["target"] if "target" in kwargs else args[1]
             if _is_class(target):
                 # `ignore_index` is the fifth argument of both losses.
-                self.seen.add(int(kwargs.get("ignore_index", args[4] if len(args) > 4 else _DEFAULT)))
+                default = args[4] if len(args) > 4 else _DEFAULT_IGNORED_LABEL
+                self.observed_labels.add(int(kwargs.get("ignore_index", default)))
         return func(*args, **kwargs)
 
 
 def _is_class(label: torch.Tensor) -> bool:
+    """Whether labels are class indices, which are integers."""
     return not label.is_floating_point() and label.dtype != torch.bool
 
 
@@ -418,28 +443,28 @@ ADVICE = (
     "a sum over labels of the shape (rows, tokens), in an argument that TorchContextParallelConfig(labels=...) names; else use fsdp "
     "or tp"
 )
-_EXACT_LOSS, _EXACT, _TF32, _HALF = 5e-5, 2e-4, 1e-2, 5e-2
+_LOSS_TOLERANCE, _FLOAT32_TOLERANCE, _TF32_TOLERANCE, _HALF_TOLERANCE = 5e-5, 2e-4, 1e-2, 5e-2
 """Largest accepted difference between results, as a fraction of the largest value.
 
 The four values are for float32 losses, float32 outputs, TF32, and half precision.
 """
 
 
-def check_options(tensor: TensorParallelOptions, num_parts: int) -> None:
+def check_options(tensor: TensorParallelOptions, num_ranks: int) -> None:
     """Raise an error if options of tensor parallelism cannot be combined with context parallelism.
 
     Args:
         tensor: Options of tensor parallelism.
-        num_parts: Number of parts into which sequences are split.
+        num_ranks: Number of ranks that split each sequence.
 
     Raises:
-        UnsupportedError: If `sequence_parallel` or `loss_parallel` is set and there are several parts.
+        UnsupportedError: If `sequence_parallel` or `loss_parallel` is set and there are several ranks.
     """
-    given = [name for name in ("sequence_parallel", "loss_parallel") if num_parts > 1 and getattr(tensor, name)]
-    if given:
+    enabled = [name for name in ("sequence_parallel", "loss_parallel") if num_ranks > 1 and getattr(tensor, name)]
+    if enabled:
         raise UnsupportedError(
-            f"context parallelism (cp={num_parts}) cuts sequences itself, which does not work with TensorParallelOptions("
-            f"{', '.join(f'{name}=True' for name in given)}); drop {' and '.join(given)}, or cp"
+            f"context parallelism (cp={num_ranks}) cuts sequences itself, which does not work with TensorParallelOptions("
+            f"{', '.join(f'{name}=True' for name in enabled)}); drop {' and '.join(enabled)}, or cp"
         )
 
 
@@ -457,25 +482,26 @@ def shorten_arguments(
         num_tokens: Largest number of tokens per row.
         labels: Names of arguments that are labels.
     """
-    first = next((each for each in tree.list_tensors((args, kwargs)) if each.dim() > 1), None)
+    first = next((tensor for tensor in tree.list_tensors((args, kwargs)) if tensor.dim() > 1), None)
     if first is None:
         return args, kwargs
     num_rows, length = first.shape[:2]
 
-    def cut_leaf(leaf: Any) -> Any:
+    def shorten_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             return leaf
-        is_rows = leaf.shape[0] == num_rows
+        tensor, has_rows = leaf, leaf.shape[0] == num_rows
         if num_rows > 1:
-            leaf = leaf[:2] if is_rows else leaf
-        elif is_rows and leaf.dim() > 1:
-            leaf = torch.cat([leaf, leaf])
-        for dim in range(1 if leaf.dim() > 1 or is_rows else 0, leaf.dim()):
-            if leaf.shape[dim] == length:
-                leaf = leaf.narrow(dim, 0, min(num_tokens, length))
-        return leaf
+            tensor = leaf[:2] if has_rows else leaf
+        elif has_rows and leaf.dim() > 1:
+            tensor = torch.cat([leaf, leaf])
+        first_token_dim = 1 if leaf.dim() > 1 or has_rows else 0
+        for dim in range(first_token_dim, tensor.dim()):
+            if tensor.shape[dim] == length:
+                tensor = tensor.narrow(dim, 0, min(num_tokens, length))
+        return tensor
 
-    args, kwargs = tree.map_leaves(cut_leaf, args), tree.map_leaves(cut_leaf, kwargs)
+    args, kwargs = tree.map_leaves(shorten_leaf, args), tree.map_leaves(shorten_leaf, kwargs)
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         kwargs["attention_mask"] = torch.ones_like(mask)
@@ -497,16 +523,17 @@ def ignore_some_labels(kwargs: dict[str, Any], labels: Collection[str], ignored:
         labels: Names of arguments that are labels.
         ignored: Label that the loss ignores.
     """
-    found = dict(kwargs)
+    changed = dict(kwargs)
     for name in labels:
-        label = found[name]
-        if label.is_floating_point() or label.dtype == torch.bool:
+        label = changed[name]
+        if not _is_class(label):
             continue
+        # Labels that are ignored already get another class, so that only the labels set below are ignored.
         largest = int(label.max()) if not is_fake(label) else 0
-        label = label.masked_fill(label == ignored, largest if largest != ignored else int(ignored == 0))
-        label[0, : max(1, label.shape[1] // 4)] = ignored
-        found[name] = label
-    return found
+        other_class = largest if largest != ignored else int(ignored == 0)
+        changed[name] = label.masked_fill(label == ignored, other_class)
+        changed[name][0, : max(1, label.shape[1] // 4)] = ignored
+    return changed
 
 
 @contextmanager
@@ -516,40 +543,47 @@ def enter_evaluation(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def describe_difference(whole: Any, cut: Any, is_exact: bool, is_loss_joined: bool = False) -> str:
+def describe_difference(full_output: Any, split_output: Any, is_exact: bool, is_loss_joined: bool = False) -> str:
     """Return a description of the first difference between two outputs, or "" if they agree.
 
     The tolerance for losses is narrower if `is_loss_joined`. An untrained model has similar losses for all tokens, so a
     mean over the wrong tokens is close to the correct one.
 
     Args:
-        whole: Output of the model for full sequences.
-        cut: Output of the model for sharded sequences.
+        full_output: Output of the model for full sequences.
+        split_output: Output of the model for sharded sequences.
         is_exact: Whether outputs were computed in float32.
         is_loss_joined: Whether the losses of the shards were combined. Default: False.
     """
-    pairs = [list(tree.list_tensors(each)) for each in (whole, cut)]
-    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in pairs]
-    if shapes[0] != shapes[1]:
-        return f"its outputs have the shapes {shapes[1]} when it is cut, and {shapes[0]} when it is not"
-    for one, other in zip(*pairs):
-        if not one.is_floating_point() or not one.numel() or is_fake(one):
+    full_tensors, split_tensors = list(tree.list_tensors(full_output)), list(tree.list_tensors(split_output))
+    full_shapes = [tuple(tensor.shape) for tensor in full_tensors]
+    split_shapes = [tuple(tensor.shape) for tensor in split_tensors]
+    if full_shapes != split_shapes:
+        return f"its outputs have the shapes {split_shapes} when it is cut, and {full_shapes} when it is not"
+    for full_tensor, split_tensor in zip(full_tensors, split_tensors):
+        if not full_tensor.is_floating_point() or not full_tensor.numel() or is_fake(full_tensor):
             continue
-        one, other = one.float(), other.float()
-        apart = float((one - other).abs().nan_to_num(0.0).max())
-        largest = float(one.abs().nan_to_num(0.0).max())
-        odd = bool((one.isnan() != other.isnan()).any())
-        allowed = _choose_tolerance(one.device, is_exact)
-        if is_loss_joined and not one.dim() and allowed == _EXACT:
-            allowed = _EXACT_LOSS
-        if odd or apart > allowed * max(largest, math.ulp(1.0)):
-            what = "its loss" if not one.dim() else f"an output of the shape {tuple(one.shape)}"
-            return f"{what} differs by {apart:.2g} (the largest value is {largest:.2g}) from that of the whole sequence"
+        full, split = full_tensor.float(), split_tensor.float()
+        difference = float((full - split).abs().nan_to_num(0.0).max())
+        largest = float(full.abs().nan_to_num(0.0).max())
+        has_other_nans = bool((full.isnan() != split.isnan()).any())
+        tolerance = _choose_tolerance(full.device, is_exact)
+        if is_loss_joined and not full.dim() and tolerance == _FLOAT32_TOLERANCE:
+            tolerance = _LOSS_TOLERANCE
+        if has_other_nans or difference > tolerance * max(largest, math.ulp(1.0)):
+            name = "its loss" if not full.dim() else f"an output of the shape {tuple(full.shape)}"
+            return f"{name} differs by {difference:.2g} (the largest value is {largest:.2g}) from that of the whole sequence"
     return ""
 
 
 def _choose_tolerance(device: torch.device, is_exact: bool) -> float:
+    """Return the accepted relative difference between outputs that are not losses.
+
+    Args:
+        device: Device on which the outputs were computed.
+        is_exact: Whether they were computed in float32.
+    """
     if not is_exact:
-        return _HALF
+        return _HALF_TOLERANCE
     is_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return _TF32 if is_tf32 else _EXACT
+    return _TF32_TOLERANCE if is_tf32 else _FLOAT32_TOLERANCE
