@@ -43,8 +43,8 @@ def project(**more: Any) -> ProjectConfiguration:
     storage = _get_ray_storage()
     if _is_folder(storage):
         return ProjectConfiguration(Path(storage.experiment_fs_path, _FOLDER), automatic_checkpoint_naming=True, **more)
-    here = Path(storage.local_working_directory, _FOLDER)  # only few stay here, because Ray uploads them
-    return ProjectConfiguration(here, automatic_checkpoint_naming=True, **{**more, "total_limit": 2})
+    local_folder = Path(storage.local_working_directory, _FOLDER)  # Ray uploads the checkpoints, so two are enough here
+    return ProjectConfiguration(local_folder, automatic_checkpoint_naming=True, **{**more, "total_limit": 2})
 
 
 def resume(accelerator: Accelerator) -> RestoreResult | None:
@@ -65,14 +65,14 @@ def resume(accelerator: Accelerator) -> RestoreResult | None:
         OptionalDependencyMissing: If Ray is not installed.
     """
     if _is_folder(_get_ray_storage()):
-        found = accelerator.resume("latest")
-        if found is not None and not _is_known(accelerator, found.folder):
-            report(accelerator, {}, found.folder)
-        return found
-    reported = _import_ray_train().get_checkpoint()
-    if reported is None:
+        result = accelerator.resume("latest")
+        if result is not None and not _is_reported(accelerator, result.folder):
+            report(accelerator, {}, result.folder)
+        return result
+    checkpoint = _import_ray_train().get_checkpoint()
+    if checkpoint is None:
         return None
-    with reported.as_directory() as folder:
+    with checkpoint.as_directory() as folder:
         return accelerator.resume(folder)
 
 
@@ -92,7 +92,7 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str
         CheckpointError: On every rank, if the checkpoint could not be written.
         ConfigError: If called outside a worker of Ray Train, or if the checkpoint is outside the experiment's storage.
     """
-    told = {"updates": accelerator.num_updates, **{name: _to_number(value) for name, value in metrics.items()}}
+    numbers = {"updates": accelerator.num_updates, **{name: _to_number(value) for name, value in metrics.items()}}
     train, storage = _import_ray_train(), _get_ray_storage()
     options: dict[str, Any] = {}
     if checkpoint is not None:
@@ -102,31 +102,32 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str
             _check_inside(path, storage)
             options["checkpoint_upload_mode"] = train.CheckpointUploadMode.NO_UPLOAD
         if accelerator.is_main_process:  # the folder contains the files of all ranks, so one rank reports it
-            options["checkpoint"] = (
-                train.Checkpoint(str(path), filesystem=storage.storage_filesystem)
-                if _is_folder(storage)
-                else train.Checkpoint.from_directory(path)
-            )
-    train.report(told, **options)
+            if _is_folder(storage):
+                options["checkpoint"] = train.Checkpoint(str(path), filesystem=storage.storage_filesystem)
+            else:
+                options["checkpoint"] = train.Checkpoint.from_directory(path)
+    train.report(numbers, **options)
 
 
-def _is_known(accelerator: Accelerator, folder: Path) -> bool:
+def _is_reported(accelerator: Accelerator, folder: Path) -> bool:
     """Whether a checkpoint was already reported to Ray.
 
     Rank 0's answer is used on all ranks, so that either all workers report the checkpoint or none does.
     """
-    known = False
+    is_reported = False
     if accelerator.is_main_process:
-        listed = [Path(each.checkpoint.path).resolve() for each in _import_ray_train().get_all_reported_checkpoints()]
-        known = folder.resolve() in listed
-    return bool(accelerator.collectives.broadcast_object(known))
+        reports = _import_ray_train().get_all_reported_checkpoints()
+        is_reported = folder.resolve() in [Path(each.checkpoint.path).resolve() for each in reports]
+    return bool(accelerator.collectives.broadcast_object(is_reported))
 
 
 def _to_number(value: Any) -> Any:
+    """Return a one-element tensor or a NumPy scalar as a Python number, and other values unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "size", None) is not None else value
 
 
 def _check_inside(path: Path, storage: Any) -> None:
+    """Raise `ConfigError` if a path is not in the folder of Ray's experiment."""
     root = Path(storage.experiment_fs_path)
     if not path.resolve().is_relative_to(root.resolve()):
         raise ConfigError(
@@ -140,6 +141,11 @@ def _import_ray_train() -> Any:
 
 
 def _get_ray_storage() -> Any:
+    """Return Ray's description of the experiment's storage.
+
+    Raises:
+        ConfigError: If called outside a worker of Ray Train.
+    """
     try:
         return _import_ray_train().get_context().get_storage()
     except (RuntimeError, NotImplementedError, AttributeError) as error:

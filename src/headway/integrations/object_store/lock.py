@@ -32,10 +32,10 @@ class ObjectLock(lock.CheckpointLock):
     def __init__(self, folder: ObjectPath, run: str, start: str) -> None:
         self._owner = asdict(lock.LockOwner.describe_this_process(run, start))
         self._requests = threading.Lock()
-        self._token = secrets.token_hex(8)
+        self._token = secrets.token_hex(8)  # of this process; with the count, it makes each written text unique
         self._count = 0
-        self._etag = ""
-        self._is_lost = False
+        self._etag = ""  # of the object that this process has written. "": another machine of this run has created it
+        self._is_lost = False  # whether another run has taken the lock
         super().__init__(folder, run, start)
 
     def check(self) -> None:
@@ -47,50 +47,62 @@ class ObjectLock(lock.CheckpointLock):
             CheckpointError: If another run has taken the lock.
             ObjectStoreError: If the store does not answer.
         """
-        if self._etag and not self._beat_once():
+        if self._etag and not self._rewrite_lock():
             found = self._path.client.get(self._path.key)
             raise CheckpointError(self._describe_owner(b"" if found is None else found[0], lock.TAKEN))
 
     def _remove_lock(self) -> None:
         # If a request fails, the object stays, and other runs consider its holder dead after lock.SILENCE seconds.
         with contextlib.suppress(CheckpointError):
-            if (
-                self._etag and self._beat_once()
-            ):  # just rewritten, so no other run can judge it dead before it is removed
+            # It is rewritten first, so that no other run can consider its owner dead before it is removed.
+            if self._etag and self._rewrite_lock():
                 self._path.unlink()
 
-    def _beat_once(self) -> bool:
+    def _rewrite_lock(self) -> bool:
+        """Rewrite the lock object to show that this process is alive. Return False if another run has taken the lock.
+
+        Raises:
+            ObjectStoreError: If the store does not answer.
+        """
         with self._requests:
             if self._is_lost:
                 return False
             self._is_lost = not self._write_owner(self._etag)
             return not self._is_lost
 
-    def _write_owner(self, replaces: str | None) -> bool:
+    def _write_owner(self, replaced_etag: str | None) -> bool:
+        """Write this process's data to the lock object, on condition that no other process has changed the object.
+
+        Args:
+            replaced_etag: ETag of the object to replace. None: there must be no object.
+
+        Returns:
+            Whether the object was written. False: another process has changed, created or deleted it.
+        """
         client, key = self._path.client, self._path.key
         while True:
             self._count += 1
             text = json.dumps({**self._owner, "beat": f"{self._token} {self._count}"}).encode()
-            etag = client.put(key, text, replaces)
+            etag = client.put(key, text, replaced_etag)
             if etag is not None:
                 self._etag = etag
                 return True
             found = client.get(key)
-            if found is None or f'"beat": "{self._token} '.encode() not in found[0] or found[1] == replaces:
+            if found is None or f'"beat": "{self._token} '.encode() not in found[0] or found[1] == replaced_etag:
                 return False
-            replaces = found[1]  # an earlier write of this process succeeded, but the store's response was lost
+            replaced_etag = found[1]  # an earlier write of this process succeeded, but the store's response was lost
 
     def _create_lock(self) -> None:
-        client, key, judged = self._path.client, self._path.key, None
-        while not self._write_owner(judged):
+        client, key, dead_etag = self._path.client, self._path.key, None
+        while not self._write_owner(dead_etag):
             found = client.get(key)
             if found is not None:
                 if self._is_own(found[0]):  # written by another machine of this run
                     self._etag = ""
                     return
                 self._wait_for_end(*found)
-            judged = None if found is None else found[1]
-        threading.Thread(target=self._beat_until_over, name="headway-lock", daemon=True).start()
+            dead_etag = None if found is None else found[1]
+        threading.Thread(target=self._rewrite_until_end, name="headway-lock", daemon=True).start()
 
     def _wait_for_end(self, text: bytes, etag: str) -> None:
         """Block until the lock's owner is considered dead, or until the lock object has been deleted.
@@ -102,23 +114,24 @@ class ObjectLock(lock.CheckpointLock):
         Raises:
             CheckpointError: If the owner rewrites the object, and is therefore alive.
         """
-        client, key, lives = self._path.client, self._path.key, lock.is_owner_alive(text)
-        if lives is None:
+        client, key, is_alive = self._path.client, self._path.key, lock.is_owner_alive(text)
+        if is_alive is None:
             self._warn_of_wait(text)
-        until = time.monotonic() + (lock.SILENCE if lives is None else 0)
+        until = time.monotonic() + (lock.SILENCE if is_alive is None else 0)
         while time.monotonic() < until:
             time.sleep(min(1.0, lock.SILENCE / 10))
             found = client.get(key)
             if found is None:
                 return
-            lives = found[1] != etag
-            if lives:
+            is_alive = found[1] != etag
+            if is_alive:
                 break
-        if lives:
+        if is_alive:
             raise CheckpointError(self._describe_owner(text, lock.IN_USE))
 
-    def _beat_until_over(self) -> None:
+    def _rewrite_until_end(self) -> None:
+        """Rewrite the lock object every few seconds until the lock is removed or lost."""
         while not self._end.wait(lock.BEAT):
             with contextlib.suppress(CheckpointError):  # the store might be unavailable for a while
-                if not self._beat_once():
+                if not self._rewrite_lock():
                     return

@@ -37,13 +37,14 @@ class MirroredFolder:
 
     def __init__(self, target: ObjectPath) -> None:
         self._target = target
-        self._sent = dict[str, tuple[int, int]]()
+        # Size in bytes and modification time in ns of each file when it was last uploaded, by relative path.
+        self._uploaded = dict[str, tuple[int, int]]()
         self.folder = Path(tempfile.mkdtemp(prefix="headway-log-"))
         self._pid = os.getpid()
-        self._sending = threading.Lock()
-        self._over = threading.Event()
+        self._upload_lock = threading.Lock()
+        self._end = threading.Event()
         fetch_file(target / FILE, self.folder / FILE)
-        threading.Thread(target=self._send_until_over, name="headway-mirror", daemon=True).start()
+        threading.Thread(target=self._send_until_end, name="headway-mirror", daemon=True).start()
         atexit.register(self._send_and_remove)
 
     def send(self) -> None:
@@ -52,7 +53,7 @@ class MirroredFolder:
         The first failed upload ends the call, with a warning. It and the remaining files are uploaded in the next call.
         A file that is removed during the call is skipped.
         """
-        with self._sending:
+        with self._upload_lock:
             for path in sorted(each for each in self.folder.rglob("*") if each.is_file()):
                 try:
                     with contextlib.suppress(FileNotFoundError):
@@ -63,20 +64,23 @@ class MirroredFolder:
                     return
 
     def _send_changed(self, path: Path) -> None:
-        name, about = path.relative_to(self.folder).as_posix(), path.stat()
-        state = about.st_size, about.st_mtime_ns
-        if self._sent.get(name) != state:
+        """Upload a file if its size or its modification time has changed since it was last uploaded."""
+        name, status = path.relative_to(self.folder).as_posix(), path.stat()
+        state = status.st_size, status.st_mtime_ns
+        if self._uploaded.get(name) != state:
             with open(path, "rb") as source, (self._target / name).open("wb") as file:
                 shutil.copyfileobj(source, file, PART)
-            self._sent[name] = state
+            self._uploaded[name] = state
 
-    def _send_until_over(self) -> None:
-        while not self._over.wait(EVERY):
+    def _send_until_end(self) -> None:
+        """Upload changed files every 30 s until the process exits."""
+        while not self._end.wait(EVERY):
             self.send()
 
     def _send_and_remove(self) -> None:
+        """Upload changed files, and remove the local folder. Do nothing in a forked process, which inherits the hook."""
         if os.getpid() == self._pid:
-            self._over.set()
+            self._end.set()
             self.send()
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -93,10 +97,10 @@ def make_local_folder(place: ObjectPath) -> Path:
     Args:
         place: Folder in the object store.
     """
-    known = scope.get_or_create(_Mirrors)
-    if place not in known:
-        known[place] = MirroredFolder(place)
-    return known[place].folder
+    mirrors = scope.get_or_create(_Mirrors)
+    if place not in mirrors:
+        mirrors[place] = MirroredFolder(place)
+    return mirrors[place].folder
 
 
 def send_all() -> None:
@@ -118,8 +122,8 @@ def fetch_file(source: ObjectPath, target: Path) -> bool:
     try:
         with source.open() as file:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with open(target, "wb") as made:
-                shutil.copyfileobj(file, made, PART)
+            with open(target, "wb") as local_file:
+                shutil.copyfileobj(file, local_file, PART)
     except FileNotFoundError:
         return False
     return True
@@ -133,7 +137,11 @@ def fetch_log(place: ObjectPath) -> Path | None:
     Args:
         place: Object-store path of the log, or of a folder that contains exactly one log at any depth.
     """
-    below = [place / name for name, _ in place.list_objects() if name == FILE or name.endswith(f"/{FILE}")]
-    found = [place] if place.name == FILE else below
-    target = Path(tempfile.mkdtemp(prefix="headway-log-")) / (found[0].parent.name if found else "run") / FILE
-    return target if len(found) == 1 and fetch_file(found[0], target) else None
+    if place.name == FILE:
+        logs = [place]
+    else:
+        logs = [place / name for name, _ in place.list_objects() if name == FILE or name.endswith(f"/{FILE}")]
+    if len(logs) != 1:
+        return None
+    target = Path(tempfile.mkdtemp(prefix="headway-log-")) / logs[0].parent.name / FILE
+    return target if fetch_file(logs[0], target) else None

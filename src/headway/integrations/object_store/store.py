@@ -59,7 +59,7 @@ class FetchedCheckpoint:
         self._manifest = manifest
         self.folder = Path(tempfile.mkdtemp(prefix="headway-"))
         weakref.finalize(self, shutil.rmtree, self.folder, True)
-        self._held: dict[str, set[int]] = {}
+        self._downloaded: dict[str, set[int]] = {}  # numbers of the pieces that are downloaded, by file
 
     def download_header(self, file: str) -> Path:
         """Download the safetensors header of a file, and return the path of the local file.
@@ -85,10 +85,10 @@ class FetchedCheckpoint:
         """
         tasks: list[Callable[[], None]] = []
         for file, wanted in sorted(ranges.items()):
-            written, held = self._manifest.files[file], self._begin_download(file)
-            first = {n for begin, end in wanted for n in range(begin // written.piece, -(-end // written.piece))}
-            missing = sorted(first - held)
-            held.update(missing)
+            written, downloaded = self._manifest.files[file], self._begin_download(file)
+            needed = {n for begin, end in wanted for n in range(begin // written.piece, -(-end // written.piece))}
+            missing = sorted(needed - downloaded)
+            downloaded.update(missing)
             tasks += [
                 partial(_fetch_run, self._source / file, self.folder / file, written, run)
                 for run in _iterate_runs(missing, written)
@@ -113,13 +113,13 @@ class FetchedCheckpoint:
 
         The first call for a file creates the sparse local file.
         """
-        if file not in self._held:
+        if file not in self._downloaded:
             path = self.folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "wb") as made:
-                made.truncate(self._manifest.files[file].num_bytes)
-            self._held[file] = set()
-        return self._held[file]
+            with open(path, "wb") as local_file:
+                local_file.truncate(self._manifest.files[file].num_bytes)
+            self._downloaded[file] = set()
+        return self._downloaded[file]
 
 
 def _iterate_runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
@@ -129,10 +129,10 @@ def _iterate_runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range
         pieces: Sorted numbers of the pieces to cover. A piece is a block of a file's bytes with a hash.
         written: Manifest entry of the file that consists of the pieces.
     """
-    per_part, start = max(1, PART // written.piece), 0
+    pieces_per_object, start = max(1, PART // written.piece), 0
     for index, number in enumerate(pieces):
-        after = pieces[index + 1] if index + 1 < len(pieces) else None
-        if after != number + 1 or after % per_part == 0:
+        next_number = pieces[index + 1] if index + 1 < len(pieces) else None
+        if next_number != number + 1 or next_number % pieces_per_object == 0:
             yield range(pieces[start], number + 1)
             start = index + 1
 
@@ -155,19 +155,19 @@ def _fetch_run(source: ObjectPath, local: Path | None, written: WrittenFile, run
     start, end = run.start * written.piece, min(run.stop * written.piece, written.num_bytes)
     for is_last in (False, True):
         try:
-            data = (
-                b"".join(source.read_range(start, end)) if end - start > PART else next(source.read_range(start, end))
-            )
+            chunks = source.read_range(start, end)
+            # One chunk is not copied, as `join` would do.
+            data = b"".join(chunks) if end - start > PART else next(chunks)
         except FileNotFoundError as error:
             raise CheckpointDamaged(f"a part of {source} no longer exists: {error}") from error
         view = memoryview(data)
-        bad = next((n for n in run if _hash_piece(view, n, run, written) != written.digests[n]), None)
-        if bad is None:
+        damaged = next((n for n in run if _hash_piece(view, n, run, written) != written.digests[n]), None)
+        if damaged is None:
             break
         if is_last:
             raise CheckpointDamaged(
-                f"{source} is damaged: its bytes {bad * written.piece:,} to {min((bad + 1) * written.piece, end):,} are not those "
-                f"written ({TITLE} differs); resume from another checkpoint"
+                f"{source} is damaged: its bytes {damaged * written.piece:,} to {min((damaged + 1) * written.piece, end):,} are not "
+                f"those written ({TITLE} differs); resume from another checkpoint"
             )
     if local is not None:
         try:
@@ -181,6 +181,14 @@ def _fetch_run(source: ObjectPath, local: Path | None, written: WrittenFile, run
 
 
 def _hash_piece(view: memoryview, number: int, run: range, written: WrittenFile) -> str:
+    """Return the hash of one piece.
+
+    Args:
+        view: Bytes of the pieces in `run`.
+        number: Number of the piece in the file.
+        run: Numbers of consecutive pieces.
+        written: Entry of the file in the manifest.
+    """
     start = (number - run.start) * written.piece
     return xxhash.xxh3_128(view[start : start + written.piece]).hexdigest()
 
@@ -261,8 +269,8 @@ class ObjectStore:
         Raises:
             ObjectStoreError: If the store does not answer. The next save then deletes the files.
         """
-        known = _named_by(self.folder.parent)
-        if known is not None and self.folder.name not in known:
+        listed = _read_listed_prefixes(self.folder.parent)
+        if listed is not None and self.folder.name not in listed:
             self.folder.client.delete([each.key for _, each in self.folder.list_objects()])
 
     def commit(self, staging: Path, manifest: Manifest, ensure_locked: Callable[[], None]) -> None:
@@ -372,17 +380,17 @@ class ObjectStore:
 
         Return None if all are complete. Contents are not read.
         """
-        there = {each.key: each.num_bytes for _, each in self.folder.list_objects()}
+        sizes = {each.key: each.num_bytes for _, each in self.folder.list_objects()}
         for written in manifest.files.values():
             path = self.folder / written.name
             for start in range(0, max(1, written.num_bytes), PART):
-                key, wanted = path.make_part_key(start // PART), min(PART, written.num_bytes - start)
-                found = there.get(key)
-                if found != wanted:
-                    found = path.client.get_size(key)  # listings can lag behind writes
-                if found != wanted:
-                    what = "is not there" if found is None else f"has {found} bytes"
-                    return f"{path.client.root}/{key} {what}, {wanted} were written"
+                key, expected = path.make_part_key(start // PART), min(PART, written.num_bytes - start)
+                size = sizes.get(key)
+                if size != expected:
+                    size = path.client.get_size(key)  # listings can lag behind writes
+                if size != expected:
+                    problem = "is not there" if size is None else f"has {size} bytes"
+                    return f"{path.client.root}/{key} {problem}, {expected} were written"
         return None
 
     def prepare_download(self, manifest: Manifest) -> FetchedCheckpoint:
@@ -409,31 +417,32 @@ class ObjectStore:
         parent = self.folder
         start = parent if name is None else parent / name
         prefix = "" if name is None else f"{name}/"
-        found: dict[str, set[str]] = defaultdict(set)
-        committed = set()
+        data_folders: dict[str, set[str]] = defaultdict(set)  # by checkpoint
+        committed = set()  # checkpoints that have a manifest
         for below, _ in start.list_objects():
             owner, _, rest = (prefix + below).partition("/")
             if rest == MANIFEST:
                 committed.add(owner)
             elif _is_data(rest):
-                found[owner].add(rest.split("/")[0])
-        left = []
-        for owner, folders in found.items():
+                data_folders[owner].add(rest.split("/")[0])
+        leftovers = []
+        for owner, folders in data_folders.items():
             if owner in committed and len(folders) == 1:
                 continue  # the only data folder is the one that the manifest lists
-            known = _named_by(parent / owner)
-            if known is not None:
-                left += [parent / owner / each for each in sorted(folders - known)]
-        for path in left:
+            listed = _read_listed_prefixes(parent / owner)
+            if listed is not None:
+                leftovers += [parent / owner / name_of_data for name_of_data in sorted(folders - listed)]
+        for path in leftovers:
             path.client.delete([each.key for _, each in path.list_objects()])
-        return left
+        return leftovers
 
 
 def _is_data(name: str) -> bool:
+    """Whether an object belongs to the files of a save, given its name below the checkpoint's URL."""
     return _DATA.fullmatch(name.split("/")[0]) is not None
 
 
-def _named_by(folder: ObjectPath) -> set[str] | None:
+def _read_listed_prefixes(folder: ObjectPath) -> set[str] | None:
     """Return the set of prefixes (`data-...`) that a checkpoint's manifest lists, or None if the manifest is damaged.
 
     Each prefix holds the files of one save. The set is empty if there is no manifest.
