@@ -6,15 +6,17 @@ import torch
 
 from headway.errors import PrepareError
 
-_ADD_KEYS = {"PREFIX_TUNING", "CARTRIDGE"}
+_TYPES_WITH_KEYS = {"PREFIX_TUNING", "CARTRIDGE"}
 """Types of adapters that give each attention layer keys and values, instead of more tokens or weights."""
 
 
 def list_adapter_types(model: torch.nn.Module) -> set[str]:
     """Return the types of a model's PEFT adapters, such as "LORA". The set is empty if the model has no adapters."""
     configs = getattr(model, "peft_config", None)
-    kinds = [getattr(each, "peft_type", None) for each in configs.values()] if isinstance(configs, Mapping) else []
-    return {str(getattr(kind, "value", kind)) for kind in kinds}
+    if not isinstance(configs, Mapping):
+        return set()
+    types = (getattr(config, "peft_type", None) for config in configs.values())
+    return {str(getattr(each, "value", each)) for each in types}  # an enum member, or text
 
 
 def prepare_for_sharding(model: torch.nn.Module) -> None:
@@ -69,8 +71,8 @@ def check_added_keys(model: torch.nn.Module, reason: str) -> None:
     Raises:
         PrepareError: If the model has adapters of prefix tuning or of PEFT's "cartridge".
     """
-    if found := sorted(list_adapter_types(model) & _ADD_KEYS):
+    if types := sorted(list_adapter_types(model) & _TYPES_WITH_KEYS):
         raise PrepareError(
-            f"{type(model).__name__} has adapters of the type {found[0]}, which give keys and values to each attention layer. "
+            f"{type(model).__name__} has adapters of the type {types[0]}, which give keys and values to each attention layer. "
             f"{reason}. Use prompt tuning or p-tuning, or one of the layouts fsdp, ddp, ep and pp"
         )

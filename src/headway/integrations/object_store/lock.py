@@ -48,8 +48,9 @@ class ObjectLock(lock.CheckpointLock):
             ObjectStoreError: If the store does not answer.
         """
         if self._etag and not self._rewrite_lock():
-            found = self._path.client.get(self._path.key)
-            raise CheckpointError(self._describe_owner(b"" if found is None else found[0], lock.TAKEN))
+            stored = self._path.client.get(self._path.key)
+            content = b"" if stored is None else stored[0]
+            raise CheckpointError(self._describe_owner(content, lock.TAKEN))
 
     def _remove_lock(self) -> None:
         # If a request fails, the object stays, and other runs consider its holder dead after lock.SILENCE seconds.
@@ -87,21 +88,25 @@ class ObjectLock(lock.CheckpointLock):
             if etag is not None:
                 self._etag = etag
                 return True
-            found = client.get(key)
-            if found is None or f'"beat": "{self._token} '.encode() not in found[0] or found[1] == replaced_etag:
+            stored = client.get(key)
+            if stored is None:
                 return False
-            replaced_etag = found[1]  # an earlier write of this process succeeded, but the store's response was lost
+            content, stored_etag = stored
+            if f'"beat": "{self._token} '.encode() not in content or stored_etag == replaced_etag:
+                return False
+            replaced_etag = stored_etag  # an earlier write of this process succeeded, but the store's response was lost
 
     def _create_lock(self) -> None:
         client, key, dead_etag = self._path.client, self._path.key, None
         while not self._write_owner(dead_etag):
-            found = client.get(key)
-            if found is not None:
-                if self._is_own(found[0]):  # written by another machine of this run
+            stored = client.get(key)
+            dead_etag = None
+            if stored is not None:
+                content, dead_etag = stored
+                if self._is_own(content):  # written by another machine of this run
                     self._etag = ""
                     return
-                self._wait_for_end(*found)
-            dead_etag = None if found is None else found[1]
+                self._wait_for_end(content, dead_etag)
         threading.Thread(target=self._rewrite_until_end, name="headway-lock", daemon=True).start()
 
     def _wait_for_end(self, text: bytes, etag: str) -> None:
@@ -120,10 +125,10 @@ class ObjectLock(lock.CheckpointLock):
         until = time.monotonic() + (lock.SILENCE if is_alive is None else 0)
         while time.monotonic() < until:
             time.sleep(min(1.0, lock.SILENCE / 10))
-            found = client.get(key)
-            if found is None:
+            stored = client.get(key)
+            if stored is None:
                 return
-            is_alive = found[1] != etag
+            is_alive = stored[1] != etag
             if is_alive:
                 break
         if is_alive:

@@ -287,16 +287,16 @@ class ObjectStore:
                 has taken the lock. If that run takes it during the commit, the error is raised only if it has also
                 removed the files. The previous checkpoint is then unchanged.
         """
-        placed = manifest.with_files_in(staging.name)
-        data = placed.encode()
-        placed.read_back()  # an unreadable manifest must not replace a readable one
-        if problem := self.find_absent(placed):
+        full_manifest = manifest.with_files_in(staging.name)
+        data = full_manifest.encode()
+        full_manifest.read_back()  # an unreadable manifest must not replace a readable one
+        if problem := self.find_absent(full_manifest):
             raise CheckpointError(f"{self.folder} cannot be committed: {problem}")
         path = self.folder / MANIFEST
         former = path.client.get(path.key)
         ensure_locked()
-        tag = path.client.put(path.key, data, None if former is None else former[1])
-        if tag is None:
+        etag = path.client.put(path.key, data, None if former is None else former[1])
+        if etag is None:
             raise CheckpointError(
                 f"{self.folder} was committed by another run at the same time; give each run its own location"
             )
@@ -305,17 +305,17 @@ class ObjectStore:
         except ObjectStoreError:
             pass  # the store does not answer, so the commit counts as successful
         except CheckpointError:
-            if self._revert_commit(placed, tag, None if former is None else former[0]):
+            if self._revert_commit(full_manifest, etag, None if former is None else former[0]):
                 raise
         if former is not None:
             self._delete_other_saves(staging.name)
 
-    def _revert_commit(self, placed: Manifest, tag: str, former: bytes | None) -> bool:
+    def _revert_commit(self, full_manifest: Manifest, etag: str, former: bytes | None) -> bool:
         """Put the previous manifest back if files of the new checkpoint have been removed by another run.
 
         Args:
-            placed: Manifest that was committed.
-            tag: ETag of the committed manifest. A manifest that another run has written since then is kept.
+            full_manifest: Manifest that was committed.
+            etag: ETag of the committed manifest. A manifest that another run has written since then is kept.
             former: Content of the previous manifest, or None if there was no checkpoint.
 
         Returns:
@@ -324,25 +324,25 @@ class ObjectStore:
         """
         path = self.folder / MANIFEST
         with contextlib.suppress(ObjectStoreError):
-            if self.find_absent(placed) is None:
+            if self.find_absent(full_manifest) is None:
                 return False
             if former is None:
                 path.unlink()
             else:
-                path.client.put(path.key, former, tag)
+                path.client.put(path.key, former, etag)
         return True
 
-    def _delete_other_saves(self, kept: str) -> None:
+    def _delete_other_saves(self, kept_prefix: str) -> None:
         """Delete the files of all saves of this checkpoint except one.
 
         If this fails, only a warning is logged, because the next save tries again.
 
         Args:
-            kept: Prefix of the save whose files are kept.
+            kept_prefix: Prefix of the save whose files are kept.
         """
         try:
             below = [(name, each.key) for name, each in self.folder.list_objects() if _is_data(name)]
-            self.folder.client.delete([key for name, key in below if name.split("/")[0] != kept])
+            self.folder.client.delete([key for name, key in below if name.split("/")[0] != kept_prefix])
         except CheckpointError as error:
             log.warning_once(
                 "%s: the files of the checkpoint that it replaced could not be removed (%s)", self.folder, error
@@ -372,8 +372,11 @@ class ObjectStore:
         Return (0, 0) if the manifest does not exist.
         """
         path = self.folder / MANIFEST
-        found = path.client.get(path.key)
-        return (0, 0) if found is None else (len(found[0]), hash(found[1]))
+        stored = path.client.get(path.key)
+        if stored is None:
+            return 0, 0
+        content, etag = stored
+        return len(content), hash(etag)
 
     def find_absent(self, manifest: Manifest) -> str | None:
         """Return a message about the first stored object that is missing or has a wrong length.
@@ -451,9 +454,12 @@ def _read_listed_prefixes(folder: ObjectPath) -> set[str] | None:
         ObjectStoreError: If the store does not answer.
     """
     path = folder / MANIFEST
-    found = path.client.get(path.key)
+    stored = path.client.get(path.key)
+    if stored is None:
+        return set()
+    content, _ = stored
     try:
-        files = Manifest.decode(found[0]).files if found is not None else {}
+        files = Manifest.decode(content).files
     except CheckpointError:
         return None
     return {name.split("/")[0] for name in files}

@@ -681,10 +681,10 @@ def _find_block_stack(model: torch.nn.Module, options: TorchContextParallelConfi
     parents = [module for module in model.modules() if blocks and any(c is blocks[0] for c in module.children())]
     sibling_ids = {id(child) for child in parents[0].children()} if parents else set()
     if not all(id(block) in sibling_ids for block in blocks) or not blocks:
-        found = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
+        class_names = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
         raise PrepareError(
             f"context parallelism needs one stack of blocks, that processes the whole sequence; {type(model).__name__} has these "
-            f"repeated blocks, which are not in one ModuleList: {found}. Name the blocks of the stack: "
+            f"repeated blocks, which are not in one ModuleList: {class_names}. Name the blocks of the stack: "
             "TorchContextParallelConfig(blocks=('DecoderLayer',)); models with an encoder and a decoder are not supported"
         )
     return blocks
