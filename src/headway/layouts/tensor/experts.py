@@ -231,7 +231,9 @@ def _check_experts(model: torch.nn.Module, expert_modules: dict[str, torch.nn.Mo
             )
     for name, module in expert_modules.items():
         _check_adapters(kind, name, module, _list_adapters(model, name), size)
-    shared = [name for parameter, holders in find_parameter_owners(model).values() if len(holders) > 1 for name, *_ in holders]
+    shared = [
+        name for parameter, holders in find_parameter_owners(model).values() if len(holders) > 1 for name, *_ in holders
+    ]
     if tied := [name for name in expert_modules if name in shared]:
         raise PrepareError(f"experts of {kind} share parameters with other modules ({join_names(tied)}); leave ep out")
 
