@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway import Trainer, TrainerCallback, TrainingArguments
+from headway import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from headway.core.runtime.process import current
 from headway.errors import MetricError
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
@@ -223,6 +224,49 @@ def train_with_a_callback_on_one_rank(folder):
 
 def test_callback_of_one_rank_acts_on_all_ranks(tmp_path):
     assert run_ranks(train_with_a_callback_on_one_rank, 2, tmp_path) == [2, 2]
+
+
+class Falling:
+    """Streaming metric whose value falls from evaluation to evaluation, or rises on all ranks but the first."""
+
+    def __init__(self, rises):
+        self.value, self.step = 0.5, 0.1 if rises else -0.1
+
+    def update(self, predictions, labels):
+        pass
+
+    def compute(self):
+        self.value += self.step
+        return {"score": self.value}
+
+
+def train_with_a_metric(folder, strategy, callback_rank, differs):
+    """Train with EarlyStoppingCallback on one rank or on none. Return the number of updates, the best one, and the weights."""
+    given = {"max_steps": 6, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1,
+             "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "eval_sanity_check": False,
+             "metric_for_best_model": "score", "greater_is_better": True,
+             "accelerator_config": {"strategy": strategy}}  # fmt: skip
+    rank = current().rank
+    trainer = Trainer(Net(), make_arguments(folder, **given), train_dataset=Points(40), eval_dataset=Points(8),
+                      loss_function=cross_entropy, compute_metrics=Falling(rises=differs and rank == 1),
+                      callbacks=[EarlyStoppingCallback()] if rank == callback_rank else [])  # fmt: skip
+    trainer.train()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().tolist() for p in trainer.model.parameters()]
+    return trainer.state.global_step, trainer.state.best_global_step, trainer.state.best_model_checkpoint, whole
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_early_stopping_of_one_rank_ends_all_ranks(tmp_path, rank):
+    first, second = run_ranks(train_with_a_metric, 2, tmp_path, "ddp", rank, False)
+    assert first == second
+    assert first[:2] == (4, 2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_whose_metrics_differ_choose_the_same_checkpoint(tmp_path, strategy):
+    first, second = run_ranks(train_with_a_metric, 2, tmp_path, strategy, None, True)
+    assert first == second
+    assert first[:2] == (6, 2)
 
 
 class Request(TrainerCallback):

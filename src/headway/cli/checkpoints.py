@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from headway.cli.options import PLACE, GroupedCommand, make_option
+from headway.cli.options import PLACE, GroupedCommand, LocalPath, make_option
 from headway.cli.progress import show_progress
 from headway.common.object_path import ObjectPath
 from headway.common.text import format_bytes
@@ -133,7 +133,7 @@ def format_summary(manifest: Manifest) -> list[str]:
         make_option("--max_shard_size", "SIZE", "Output", _CUT, default="10GB", show_default=True),
         make_option("--overwrite", None, "Output", "Replace weights that OUTPUT already contains."),
         make_option("--to", "FORMAT", "Output", _AS, ("safetensors", "dcp"), default="safetensors"),
-        make_option("--config", "FOLDER", "Output", _BESIDE, click.Path(path_type=Path)),
+        make_option("--config", "FOLDER", "Output", _BESIDE, LocalPath(path_type=Path)),
     ],
     help="Write the weights in CHECKPOINT (or a folder written by torch.distributed.checkpoint) to the folder OUTPUT as "
     "model.safetensors, or as shards with an index.",

@@ -16,6 +16,7 @@ import click
 from headway.cli.options import (
     JSON,
     GroupedCommand,
+    LocalPath,
     format_examples,
     make_option,
     read_command_line_layer,
@@ -287,7 +288,7 @@ def _import_foreign(foreign: str, config_file: str | None, force: bool) -> None:
 
 
 _WHERE = "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]"
-_FILE = make_option("--config_file", "PATH", "Options", _WHERE)
+_FILE = make_option("--config_file", "PATH", "Options", _WHERE, LocalPath())
 _FORCE = make_option("--force", None, "Options", "Replace an existing file.")
 _PRECISION = make_option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SETTINGS["mixed_precision"].text)
 _FOREIGN = click.Argument(["foreign"], metavar="FILE")

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from headway.cli.model_options import EARLIER_NAMES, POSITIVE, make_model_option
-from headway.cli.options import JSON, GroupedCommand, format_examples, make_option
+from headway.cli.options import JSON, GroupedCommand, LocalPath, format_examples, make_option
 from headway.cli.progress import show_progress
 from headway.common.text import format_bytes
 from headway.errors import ConfigError
@@ -353,7 +353,7 @@ estimate = GroupedCommand(
     callback=_run_estimate,
     aliases=EARLIER_NAMES,
     params=[
-        click.Argument(["folder"], metavar="FOLDER", required=False, type=click.Path(path_type=Path)),
+        click.Argument(["folder"], metavar="FOLDER", required=False, type=LocalPath(path_type=Path)),
         click.Argument(["arguments"], metavar="[-- ARGS]...", nargs=-1),
         make_model_option("batch_size", "Workload"),
         make_model_option("sequence", "Workload", "; without --device, no tokens are counted]"),
@@ -383,7 +383,7 @@ estimate = GroupedCommand(
         ),
         make_option("--global_batch_size", "N", "Training", _SEARCHED, POSITIVE),
         make_option("--calibrate", None, "Training", _MEASURED, is_rare=True),
-        make_option("--page", "FILE", "Output", _DRAWN, click.Path(path_type=Path, dir_okay=False), is_rare=True),
+        make_option("--page", "FILE", "Output", _DRAWN, LocalPath(path_type=Path, dir_okay=False), is_rare=True),
         JSON,
     ],
     help=_ABOUT,

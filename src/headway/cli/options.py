@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from headway.common.object_path import to_path
+from headway.common.object_path import expand_home, to_path
 from headway.compat.accelerate.launching.config_file import refuse
 from headway.core.config.launch import SETTINGS, LaunchSetting
 from headway.core.config.load import COMMAND_LINE, SettingValue
@@ -33,6 +33,17 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]
 
 PLACE = PlaceType()
 """click type for the path or URL of a checkpoint or run that a command reads."""
+
+
+class LocalPath(click.Path):
+    """click type for a local path. A leading `~` is replaced by the home directory.
+
+    Shells replace `~` in `--out ~/page.html`, but bash does not in `--out=~/page.html`.
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path as text, or as the type that was passed as `path_type`."""
+        return super().convert(expand_home(value), param, ctx)
 
 
 class GroupedOption(click.Option):
@@ -95,7 +106,7 @@ JSON = GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="
 
 _WHERE = "Config file.  [default: the one that `headway config` writes]"
 
-CONFIG_FILE = make_option("--config_file", "PATH", "Configuration", _WHERE, click.Path())
+CONFIG_FILE = make_option("--config_file", "PATH", "Configuration", _WHERE, LocalPath())
 
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:

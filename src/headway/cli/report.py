@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from headway.cli.options import PLACE, GroupedCommand, format_examples, make_option
+from headway.cli.options import PLACE, GroupedCommand, LocalPath, format_examples, make_option
 from headway.common.object_path import ObjectPath
 from headway.common.text import format_bytes
 
@@ -22,8 +22,8 @@ _EPILOG = format_examples(
 )
 
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, file_okay=False)
+_FILE = LocalPath(path_type=Path, dir_okay=False)
+_FOLDER = LocalPath(path_type=Path, file_okay=False)
 
 
 @click.command(

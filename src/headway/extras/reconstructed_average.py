@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from headway.common.object_path import expand_home, to_path
 from headway.core.weights.export import save_weights
 from headway.errors import ConfigError
 from headway.extras.average_snapshots import StoredAverage, find_power_averages, list_snapshots
@@ -101,7 +102,8 @@ def reconstruct_average(
     check_width(sigma_rel)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype={dtype!r}; give a floating-point dtype, such as torch.bfloat16, or None")
-    places = list_snapshots(snapshots) if isinstance(snapshots, str | Path) else [Path(each) for each in snapshots]
+    places = list_snapshots(snapshots) if isinstance(snapshots, str | Path) else [to_path(each) for each in snapshots]
+    folder = expand_home(folder)
     if Path(folder).resolve() in {each.resolve() for each in places}:
         raise ConfigError(f"{folder} is one of the snapshots; give another folder for the result")
     stored = [average for place in places for average in find_power_averages(place)]

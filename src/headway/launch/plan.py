@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headway.common import env
+from headway.common.object_path import expand_home
 from headway.common.untrusted import parse_whole_number
 from headway.core.config.launch import DEFAULT_GRACE, SETTINGS
 from headway.core.config.load import ResolvedSettings, encode_payload
@@ -346,7 +347,7 @@ def _build_order(resolved: ResolvedSettings, program: Program, num_machines: int
                 f"(max_restarts={max_restarts}); use --rdzv_backend c10d"
             )
         endpoint = _build_endpoint(resolved, num_machines)
-    log_dir = resolved.get("log_dir")
+    log_dir = expand_home(resolved.get("log_dir"))
     tee = resolved.get("tee", "3" if log_dir else "0")
     if tee != "0" and log_dir is None:
         raise ConfigError(f"tee={tee} ({resolved.get_origin('tee')}) needs a folder for its log files; add --log_dir")
@@ -354,7 +355,6 @@ def _build_order(resolved: ResolvedSettings, program: Program, num_machines: int
         "machine_rank",
         "max_restarts",
         "monitor_interval",
-        "log_dir",
         "role",
         "machine_timeout",
         "grace",
@@ -371,6 +371,7 @@ def _build_order(resolved: ResolvedSettings, program: Program, num_machines: int
         is_bound_to_cores=resolved.get("enable_cpu_affinity", False),
         min_machines=_choose_min_machines(resolved, num_machines, backend),
         secret_file=resolved.get("secret"),
+        log_dir=log_dir,
         metrics_port=resolved.get("metrics_port"),
         **{name: resolved.get(name) for name in same_name_settings if resolved.config.is_set(name)},
     )

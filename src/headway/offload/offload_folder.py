@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from headway.common.atomic import open_replacement, write_text
+from headway.common.object_path import expand_home
 from headway.common.untrusted import escape_text, parse_json, read_regular_file, shorten_repr
 from headway.core.weights.files import StoredTensor, WeightFiles, map_safetensors, open_checkpoint
 from headway.core.weights.names import assign_value, map_locations, map_ties
@@ -65,7 +66,7 @@ def offload_tensors(
         ConfigError: If the folder contains another model's weights, or is a file.
         CheckpointError: If the file could not be written, or the existing file is damaged.
     """
-    folder = Path(folder)
+    folder = Path(expand_home(folder))
     if folder.is_file():
         raise ConfigError(f"the offload folder {folder} is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,10 +99,10 @@ def find_existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) ->
         ConfigError: If the folder contains the weights of a model with other names, shapes or dtypes.
         CheckpointError: If the file is damaged.
     """
-    if folder is None or not (Path(folder) / FILE).exists():
+    if folder is None or not (path := Path(expand_home(folder)) / FILE).exists():
         return None
-    found = open_checkpoint(Path(folder) / FILE)
-    _check_names(Path(folder) / FILE, found, specs)
+    found = open_checkpoint(path)
+    _check_names(path, found, specs)
     return found
 
 
@@ -213,7 +214,7 @@ def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
     Raises:
         CheckpointError: If the file is missing or is not an index.
     """
-    path = Path(offload_folder) / INDEX
+    path = Path(expand_home(offload_folder)) / INDEX
     try:
         index = parse_json(read_regular_file(path, MAX_HEADER))
     except (ValueError, CheckpointError) as error:
@@ -235,7 +236,7 @@ def save_offload_index(index: Mapping[str, Mapping[str, object]] | None, offload
     """
     if not index:
         return
-    path = Path(offload_folder) / INDEX
+    path = Path(expand_home(offload_folder)) / INDEX
     present = read_offload_index(offload_folder) if path.exists() else {}
     write_text(path, json.dumps({**present, **index}, indent=2), has_other_writers=True)
 
@@ -254,7 +255,7 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
             file name, or a tensor is on the meta device. Nothing is written then.
         CheckpointError: If the existing index is damaged.
     """
-    folder = Path(save_dir)
+    folder = Path(expand_home(save_dir))
     folder.mkdir(parents=True, exist_ok=True)
     present = read_offload_index(folder) if (folder / INDEX).exists() else {}
     for name, tensor in state_dict.items():

@@ -38,6 +38,7 @@ from headway.trainer.metrics import (
     StreamingMetric,
     check_padding,
     make_named_metrics,
+    share_metrics,
 )
 from headway.trainer.optimizer import set_optimizer_mode
 from headway.trainer.results import EvalLoopOutput, Metrics, compute_speed
@@ -326,7 +327,7 @@ class Evaluator:
         if loss is not None:
             metrics[f"{prefix}_loss"] = loss
         if metric is not None:
-            metrics.update(make_named_metrics(metric.compute(), prefix))
+            metrics.update(share_metrics(self._accelerator.collectives, make_named_metrics(metric.compute(), prefix)))
         metrics.update(
             compute_speed(prefix, time.monotonic() - start_time, evaluation.num_samples, evaluation.num_batches)
         )
@@ -360,7 +361,7 @@ class Evaluator:
         metric = metric_settings.make_metric(None)
         if labels is not None and metric is not None:
             metric.update(_convert_to_tensors(predictions), _convert_to_tensors(labels))
-            metrics.update(make_named_metrics(metric.compute(), prefix))
+            metrics.update(share_metrics(self._accelerator.collectives, make_named_metrics(metric.compute(), prefix)))
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
     def iterate_predictions(

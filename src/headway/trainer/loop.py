@@ -27,6 +27,7 @@ from headway.trainer.loss import split_label_count
 from headway.trainer.loss_book import LossBook
 from headway.trainer.optimizer import has_modes, set_optimizer_mode
 from headway.trainer.results import Metrics, TrainOutput, compute_speed
+from headway.trainer.rules import EarlyStoppingCallback
 from headway.trainer.source_losses import mask_padding, split_sources
 
 log = get_logger(__name__)
@@ -177,8 +178,11 @@ class Training:
         self._model.train()
         events.call_event("on_train_begin")
         if self._accelerator.num_processes > 1:  # a script may add a callback on its main process only
-            has_user_callbacks = self._accelerator.collectives.reduce_numbers([events.has_user_callbacks], "max")[0]
-            self._has_user_callbacks = bool(has_user_callbacks)
+            num_stopping = sum(isinstance(callback, EarlyStoppingCallback) for callback in events.all)
+            has_user_callbacks, most, least = self._accelerator.collectives.reduce_numbers(
+                [events.has_user_callbacks, num_stopping, -num_stopping], "max"
+            )
+            self._has_user_callbacks = bool(has_user_callbacks) or most != -least
         self._synchronize_control()
         if args.eval_on_start and not events.state.global_step:
             events.control.should_evaluate = True
@@ -297,8 +301,8 @@ class Training:
         """Combine the control flags of all ranks, so that a request by any rank's callbacks applies to all ranks.
 
         Call it after each event whose callbacks may change a flag, before the flag is read. It does nothing in a
-        single-process run, or if all callbacks of all ranks are Headway's own, whose requests do not differ between
-        ranks.
+        single-process run, or if all ranks have the same callbacks and all of these are Headway's own, because their
+        requests do not differ between ranks.
         """
         accelerator, events = self._accelerator, self._events
         if accelerator.num_processes > 1 and (self._has_user_callbacks or events.has_user_callbacks):

@@ -4,6 +4,7 @@ The required memory does not grow with the number of samples, unless a metric ne
 """
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ import numpy
 import torch
 
 from headway.common.text import format_bytes
+from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import Tree, list_tensors
 from headway.errors import ConfigError, MetricError
 from headway.log import get_logger
@@ -22,6 +24,9 @@ log = get_logger(__name__)
 
 _WARNING_BYTES = 1 << 30
 """Size of all predictions above which a warning is logged."""
+
+_TOLERANCE = 1e-6
+"""Relative difference up to which the ranks' metrics count as equal. Different devices can round a value differently."""
 
 
 class StreamingMetric(Protocol):
@@ -228,6 +233,35 @@ def make_named_metrics(result: Any, prefix: str) -> Metrics:
     for name, value in result.items():
         named[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = _to_number(value)
     return named
+
+
+def share_metrics(collectives: Collectives, metrics: Metrics) -> Metrics:
+    """Return this rank's metrics with the numbers of rank 0, so that all ranks make the same decisions.
+
+    Every rank must call it. If the ranks' numbers differ, it logs one warning.
+
+    `compute_metrics` runs on every rank, and its results can differ, for example if it draws random samples. The ranks
+    would then load different checkpoints as the best one, or stop after different updates.
+
+    Args:
+        collectives: Collectives over all ranks.
+        metrics: Metrics of this rank by name.
+    """
+    if collectives.world_size == 1:
+        return metrics
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    everyone = collectives.gather_objects(numbers)
+    for others in everyone[1:]:
+        for name in sorted(everyone[0].keys() & others.keys()):
+            first, other = float(everyone[0][name]), float(others[name])
+            if not (math.isclose(first, other, rel_tol=_TOLERANCE) or str(first) == str(other)):
+                log.warning_once(
+                    "the metric %s differs between ranks; all ranks use the value of rank 0. Let compute_metrics return the "
+                    "same on every rank, for example by seeding what it draws",
+                    name,
+                )
+    shared: Metrics = everyone[0]
+    return metrics | shared
 
 
 def _to_number(value: Any) -> Any:

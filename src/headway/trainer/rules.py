@@ -45,8 +45,20 @@ def _is_due(strategy: str, step: int, every: int, is_last: bool = False) -> bool
     return strategy == "steps" and (is_last or step % every == 0)
 
 
+class _LocalEarlyStopping(EarlyStopping):
+    """Criterion that does not communicate, because the Trainer's metrics are equal on all ranks.
+
+    A script may add the callback on some ranks only. The other ranks would then not take part in a collective.
+    """
+
+    def _agree_on(self, number: float) -> float:
+        return number
+
+
 class EarlyStoppingCallback(TrainerCallback):
     """Callback that ends training when the metric for the best model has not improved for several evaluations.
+
+    It ends training on all ranks, even if only some ranks have it. Checkpoints contain the state of rank 0's callbacks.
 
     Args:
         early_stopping_patience: Number of consecutive evaluations without an improvement after which to stop.
@@ -59,7 +71,7 @@ class EarlyStoppingCallback(TrainerCallback):
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
-        self._stopping = EarlyStopping(early_stopping_patience, early_stopping_threshold)
+        self._stopping = _LocalEarlyStopping(early_stopping_patience, early_stopping_threshold)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

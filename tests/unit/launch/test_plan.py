@@ -1,6 +1,7 @@
 """Test the plan that settings result in: counts, devices, threads, networks, and an error for every contradiction."""
 
 import json
+import os
 import subprocess
 
 import pytest
@@ -248,6 +249,7 @@ def test_launch_inside_a_launch_is_refused():
 
 def test_log_files():
     assert decode_order(build_plan(num_processes=2, log_dir="logs")).tee == "3"
+    assert decode_order(build_plan(num_processes=2, log_dir="~/logs")).log_dir == os.path.expanduser("~/logs")
     assert decode_order(build_plan(num_processes=2)).tee == "0"
     with pytest.raises(ConfigError, match=r"tee=1 .*--log_dir"):
         build_plan(num_processes=2, tee="1")

@@ -230,7 +230,7 @@ class Recorder:
         """
         feed = self._get_feed_or_warn()
         if feed is not None:
-            absolute_path = Path(path).absolute()
+            absolute_path = Path(path).expanduser().absolute()
             if not absolute_path.exists():
                 raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
             feed.log_artifact(absolute_path, name or absolute_path.name, self._record_step(step), log_kwargs or {})

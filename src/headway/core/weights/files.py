@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from headway.common.object_path import expand_home
 from headway.common.optional import require
 from headway.common.untrusted import escape_text, open_regular_file, read_regular_file
 from headway.core.weights.pieces import make_slices
@@ -138,7 +139,7 @@ def open_checkpoint(source: str | Path) -> WeightFiles:
             execute code. The message names the file.
         OptionalDependencyMissing: If `source` is a Hub ID and huggingface_hub is not installed.
     """
-    path = Path(source)
+    path = Path(expand_home(source))
     if not os.path.exists(path):
         path = _download_files(str(source))
     if os.path.isdir(path):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.common.object_client import ObjectClient
-from headway.common.object_path import SCHEMES
+from headway.common.object_path import SCHEMES, expand_home
 from headway.common.optional import require
 from headway.common.range_file import RangeFile
 from headway.errors import DataError, ObjectStoreError
@@ -97,7 +97,7 @@ def find_files(
     path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files: list[ShardFile] = []
     for path in path_list:
-        url = os.fspath(path).removeprefix("file://")
+        url = expand_home(os.fspath(path).removeprefix("file://"))
         matches = expand_pattern(url, policy)
         if not matches:
             raise DataError(f"no file matches {url!r}; give the path, pattern or URL of at least one shard")

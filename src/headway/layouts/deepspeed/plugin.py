@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headway.common.object_path import expand_home
 from headway.core.config.launch import DEEPSPEED_SETTINGS, OFFLOAD_DEVICES, UNSET
 from headway.core.config.load import resolve_run_setting
 from headway.core.config.mesh import ENGINES
@@ -254,7 +255,8 @@ def read_launched_settings() -> dict[str, Any]:
     for name in DEEPSPEED_SETTINGS:
         value, _ = resolve_run_setting(name, UNSET, None)
         if value is not None:
-            settings["hf_ds_config" if name == "deepspeed_config_file" else name] = value
+            is_file = name == "deepspeed_config_file"
+            settings["hf_ds_config" if is_file else name] = expand_home(value) if is_file else value
     return settings
 
 
