@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -152,12 +153,14 @@ HYBRID = {
     **SIZES, **MORE, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
     "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
 }  # fmt: skip
+IS_FALCON_SPLIT = Version(transformers.__version__) >= Version("5.24")
+"""Whether Falcon separates documents by their position_ids. It does since transformers 5.24."""
 FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "LlamaForCausalLM": ({**SIZES, **MORE}, {"position_ids", "mask", "varlen"}),
     "Qwen3ForCausalLM": ({**SIZES, **MORE, "head_dim": 8}, {"position_ids", "mask", "varlen"}),
     "MixtralForCausalLM": ({**SIZES, **MORE, "num_local_experts": 4}, {"position_ids", "mask", "varlen"}),
     "GPT2LMHeadModel": ({**SIZES, "bos_token_id": 1, "eos_token_id": 2}, {"position_ids", "mask", "varlen"}),
-    "FalconForCausalLM": (SIZES, {"mask"}),
+    "FalconForCausalLM": (SIZES, {"mask", "position_ids", "varlen"} if IS_FALCON_SPLIT else {"mask"}),
     "MambaForCausalLM": (STATES, set()),
     "JambaForCausalLM": (HYBRID, set()),
     "RwkvForCausalLM": ({"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2}, set()),
