@@ -28,10 +28,10 @@ def test_free_memory_counts_what_the_allocator_holds_unused():
 
 READ_MEMORY = """
 import torch
-from headway.core.memory.use import read_free_and_total
+from headway.core.memory.use import read_device_memory
 from headway.core.runtime.device import HARDWARE
 
-told = read_free_and_total(HARDWARE["cuda"], torch.device("cuda", torch.cuda.device_count() - 1))
+told = read_device_memory(HARDWARE["cuda"], torch.device("cuda", torch.cuda.device_count() - 1))
 print(torch._C._cuda_hasPrimaryContext(torch.cuda.device_count() - 1), *told)
 """
 

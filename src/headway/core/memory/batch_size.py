@@ -35,9 +35,11 @@ STEPS = "gradient_accumulation_steps"
 `keep_global_batch=True`.
 """
 
-_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+_IS_DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+"""Tests for kinds of functions whose body does not run during the call."""
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
+"""Kinds of parameters that a positional argument can fill."""
 
 _Function = Callable[..., Any]
 Reduce = Callable[..., int]
@@ -87,14 +89,19 @@ class FirstThatFits:
         if fits:
             self.found = self.size
         else:
-            self.size = self._fitted_in(self._choose_smaller())
+            self.size = self._round_to_allowed(self._reduce_size())
 
     @property
     def is_done(self) -> bool:
         """Whether a size has fitted, or no size is left to try."""
         return self.size in (0, self.found)
 
-    def _choose_smaller(self) -> int:
+    def _reduce_size(self) -> int:
+        """Return the size that follows the current one, before it is rounded to an allowed size.
+
+        Raises:
+            ConfigError: If the function `reduce` does not return a smaller integer.
+        """
         if self._reduce is None:
             return self.size // 2
         reduced: Any = self._reduce(self.size) if _accepts_size(self._reduce) else self._reduce()
@@ -105,7 +112,8 @@ class FirstThatFits:
             )
         return max(0, reduced)
 
-    def _fitted_in(self, size: int) -> int:
+    def _round_to_allowed(self, size: int) -> int:
+        """Return the largest allowed size up to `size`, or 0 if there is none."""
         if self._sizes is None:
             return size
         index = bisect_right(self._sizes, size)
@@ -137,12 +145,12 @@ class LargestSize:
     ) -> None:
         self._tolerance = tolerance
         allowed: Sequence[int] = range(1, limit + 1) if sizes is None else sizes
-        # All following values are indices into the allowed sizes: the last that fitted, the first that did not.
         self._sizes = allowed[: bisect_right(allowed, limit)]
+        # Indices into `_sizes`: the largest size that fitted, the smallest that did not, and the next one to try.
         self._best_index = -1
         self._failed_index = len(self._sizes)
         self._index = max(0, bisect_right(self._sizes, starting_size) - 1)
-        self._num_steps = 0
+        self._num_steps = 0  # steps away from the starting size so far
         self.size = self._sizes[self._index]
 
     @property
@@ -176,41 +184,44 @@ class LargestSize:
         self.size = 0 if self.is_done and self._best_index < 0 else self._sizes[self._index]
 
     def _choose_index(self) -> int:
+        """Return the index of the next size to try. It lies between the best and the failed size."""
         if self.is_done:
             return max(self._best_index, 0)
-        if self._failed_index == len(self._sizes):  # nothing has failed yet: go up
-            step = min(self._next_step(self.found * self._tolerance), self.found)
-            return min(
-                max(bisect_right(self._sizes, self.found + step) - 1, self._best_index + 1), self._failed_index - 1
-            )
-        if self._best_index < 0:  # nothing has fitted yet: go down
+        if self._failed_index == len(self._sizes):  # nothing has failed yet: go up, at most to twice the size
+            step = min(self._compute_next_step(self.found * self._tolerance), self.found)
+            index = bisect_right(self._sizes, self.found + step) - 1
+        elif self._best_index < 0:  # nothing has fitted yet: go down, at most to half the size
             failed = self._sizes[self._failed_index]
-            step = min(self._next_step(failed * self._tolerance / (1 + self._tolerance)), failed - failed // 2)
-            return min(max(bisect_right(self._sizes, failed - step) - 1, 0), self._failed_index - 1)
-        middle = bisect_left(self._sizes, (self.found + self._sizes[self._failed_index]) // 2)
-        return min(max(middle, self._best_index + 1), self._failed_index - 1)
+            first_step = failed * self._tolerance / (1 + self._tolerance)
+            index = (
+                bisect_right(self._sizes, failed - min(self._compute_next_step(first_step), failed - failed // 2)) - 1
+            )
+        else:  # bisect
+            index = bisect_left(self._sizes, (self.found + self._sizes[self._failed_index]) // 2)
+        return min(max(index, self._best_index + 1), self._failed_index - 1)
 
-    def _next_step(self, first: float) -> int:
-        """Return the change in batch size for the next attempt.
+    def _compute_next_step(self, first_step: float) -> int:
+        """Return the change in batch size for the next attempt, and count the step.
 
         Args:
-            first: Size of the first step away from the starting size. Later steps are multiples of it.
+            first_step: Size of the first step away from the starting size. Each later step is eight times the one
+                before.
         """
         self._num_steps += 1
-        return int(max(1, int(first)) * _GROWTH ** (self._num_steps - 1))
+        return int(max(1, int(first_step)) * _GROWTH ** (self._num_steps - 1))
 
 
 BatchSizeSearch = FirstThatFits | LargestSize | PredictedSize
 SearchName = Literal["first", "largest", "predicted"]
 
-_FEW = 4
+_MAX_SIZE_WITHOUT_PREDICTION = 4
 """Upper limit of a search at or below which sizes are tried one by one, instead of predicted from two small sizes."""
 
 
 def list_divisors(number: int) -> list[int]:
     """Return all divisors of a positive integer in ascending order."""
-    low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*low, *(number // each for each in low)})
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 def _check_size(value: Any, name: str) -> int:
@@ -242,6 +253,7 @@ def _check_tolerance(value: Any) -> float:
 
 
 def _accepts_size(reduce: Reduce) -> bool:
+    """Whether a function must be called with the size that failed, because it has a positional parameter for it."""
     try:
         parameters = inspect.signature(reduce).parameters.values()
     except ValueError:  # a callable of C without a signature
@@ -251,7 +263,16 @@ def _accepts_size(reduce: Reduce) -> bool:
 
 @dataclass(frozen=True)
 class _SearchSettings:
-    """Arguments of `find_executable_batch_size`."""
+    """Arguments of `find_executable_batch_size`.
+
+    Attributes:
+        start: First size to try: `starting_batch_size`.
+        reduce: Function that returns the next size after a failure, or None for half: `reduce_batch_size_fn`.
+        search: Name of the search.
+        keeps_global_batch: Whether an update must see as many samples as with the starting size.
+        limit: Largest size to try, or None: `max_batch_size`.
+        tolerance: Fraction by which the result may be below the largest size that fits.
+    """
 
     start: int
     reduce: Reduce | None
@@ -276,7 +297,7 @@ class _SearchSettings:
             if is_known:
                 return FirstThatFits(size, _make_smaller_sizes(size), self.sizes)
             limit = size if self.keeps_global_batch or self.limit is None else self.limit
-            if limit <= _FEW:
+            if limit <= _MAX_SIZE_WITHOUT_PREDICTION:
                 return FirstThatFits(limit, lambda failed: failed - 1, self.sizes)
             return PredictedSize(limit, self.sizes, self.tolerance)
         if self.search == "largest":
@@ -391,12 +412,17 @@ def _check_search(search: str, reduce: Reduce | None) -> SearchName:
 
 
 def _decorate(settings: _SearchSettings, function: _Function) -> _Function:
+    """Return the function that searches for a batch size and calls `function` with it.
+
+    Raises:
+        ConfigError: If `function` is not callable, or its parameters do not fit the settings.
+    """
     if not callable(function):
         raise ConfigError(
             f"find_executable_batch_size got {function!r} to decorate. Pass sizes by keyword, such as starting_batch_size=64"
         )
-    written = inspect.signature(function)
-    if next(iter(written.parameters), "") in ("self", "cls"):
+    source_signature = inspect.signature(function)
+    if next(iter(source_signature.parameters), "") in ("self", "cls"):
         function = _put_size_first(function)
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
@@ -411,8 +437,9 @@ def _decorate(settings: _SearchSettings, function: _Function) -> _Function:
                 f"{_get_function_name(function)} was called with {STEPS}={kwargs[STEPS]!r}, but with keep_global_batch=True "
                 "find_executable_batch_size passes it; leave it out"
             )
+        # The number of steps differs between attempts; here only the presence of the argument counts.
         extra = {STEPS: 1} if settings.keeps_global_batch else {}
-        _check_call(_get_function_name(function), signature, written, args, {**kwargs, **extra})
+        _check_call(_get_function_name(function), signature, source_signature, args, {**kwargs, **extra})
         clear_device_cache(garbage_collection=True)
         search = settings.start_search(next_start, is_known=run.batch_size is not None)  # type: ignore[attr-defined]
         outcome, next_start = _SearchCall(settings, function, args, kwargs).run_search(search)
@@ -420,9 +447,12 @@ def _decorate(settings: _SearchSettings, function: _Function) -> _Function:
         return outcome.result
 
     run.batch_size = None  # type: ignore[attr-defined]
-    shown = [each for each in parameters[1:] if not (settings.keeps_global_batch and each.name == STEPS)]
-    takes_any = bool(parameters) and parameters[0].kind is Parameter.VAR_POSITIONAL
-    run.__signature__ = signature if takes_any else signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    # The signature shows only the parameters that the caller passes. `*args` can contain the batch size and more.
+    if parameters[0].kind is Parameter.VAR_POSITIONAL:
+        run.__signature__ = signature  # type: ignore[attr-defined]
+    else:
+        callers = [each for each in parameters[1:] if not (settings.keeps_global_batch and each.name == STEPS)]
+        run.__signature__ = signature.replace(parameters=callers)  # type: ignore[attr-defined]
     return run
 
 
@@ -440,10 +470,20 @@ def _put_size_first(method: _Function) -> _Function:
 
 
 def _check_parameters(settings: _SearchSettings, function: _Function, parameters: list[Parameter]) -> None:
+    """Check that a function can be called with a batch size, and with a number of steps if the settings require it.
+
+    Args:
+        settings: Arguments of the decorator.
+        function: Function to decorate. For a method, `_put_size_first` has wrapped it.
+        parameters: Parameters of the function.
+
+    Raises:
+        ConfigError: If a parameter is missing, or the function is a generator or a coroutine.
+    """
     name = _get_function_name(function)
     if not parameters or parameters[0].kind not in _POSITIONAL:
         raise ConfigError(f"{name} has no first parameter for the batch size; write `def {name}(batch_size, ...)`")
-    if any(is_late(function) for is_late in _LATE):
+    if any(is_deferred(function) for is_deferred in _IS_DEFERRED):
         raise ConfigError(
             f"{name} is a generator or a coroutine, whose body runs only after the call has returned. If it runs out of "
             "memory, it cannot be called again with a smaller size. Decorate a plain function"
@@ -456,36 +496,41 @@ def _check_parameters(settings: _SearchSettings, function: _Function, parameters
 
 
 def _check_call(
-    name: str, signature: inspect.Signature, written: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str,
+    signature: inspect.Signature,
+    source_signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     """Raise an error if the caller's arguments, together with a batch size, do not fit the signature of the function.
 
     Args:
         name: Name of the function.
         signature: Signature with the batch size as first parameter.
-        written: Signature as written in the source. For a method, its first parameter is `self`.
+        source_signature: Signature in the source. For a method, its first parameter is `self`.
         args: Positional arguments of the call, without the batch size.
         kwargs: Keyword arguments of the call.
 
     Raises:
-        CallError: If the arguments do not fit.
+        CallError: If the arguments do not fit. If they would fit without the batch size that the decorator adds, the
+            message shows the correct call.
     """
     try:
         signature.bind(0, *args, **kwargs)
         return
     except TypeError as error:
         try:
-            written.bind(*args, **kwargs)
+            source_signature.bind(*args, **kwargs)
         except TypeError:
             raise CallError(f"{name}(batch_size, ...) cannot be called with these arguments: {error}") from None
-    first = next(iter(signature.parameters))
-    num_owners = int(first != next(iter(written.parameters)))
-    rest = {key: value for key, value in kwargs.items() if key not in (first, STEPS)}
-    left = [repr(each) for each in args[num_owners + (first not in kwargs) :]]
-    call = ", ".join([*left, *(f"{key}={value!r}" for key, value in rest.items())])
+    size_name = next(iter(signature.parameters))
+    num_owners = int(size_name != next(iter(source_signature.parameters)))  # 1 for a method, whose `self` is in `args`
+    num_sizes = int(size_name not in kwargs)  # 1 if the batch size is in `args`
+    other_args = [repr(each) for each in args[num_owners + num_sizes :]]
+    other_kwargs = [f"{key}={value!r}" for key, value in kwargs.items() if key not in (size_name, STEPS)]
     raise CallError(
-        f"Batch size was passed into `{name}` as the first argument when called, but its parameter {first!r} is filled in by "
-        f"find_executable_batch_size; call it without: {name}({call})"
+        f"Batch size was passed into `{name}` as the first argument when called, but its parameter {size_name!r} is filled in by "
+        f"find_executable_batch_size; call it without: {name}({', '.join([*other_args, *other_kwargs])})"
     )
 
 
@@ -494,7 +539,17 @@ def _get_function_name(function: _Function) -> str:
 
 
 class _SearchCall:
-    """One call of a function decorated with `find_executable_batch_size`. The call tries several batch sizes."""
+    """One call of a function decorated with `find_executable_batch_size`. The call tries several batch sizes.
+
+    Args:
+        settings: Arguments of the decorator.
+        function: Decorated function, whose first parameter is the batch size.
+        args: Positional arguments of the call, without the batch size.
+        kwargs: Keyword arguments of the call.
+
+    Attributes:
+        tried: Sizes that have been tried, in order.
+    """
 
     def __init__(
         self, settings: _SearchSettings, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -512,12 +567,13 @@ class _SearchCall:
         Raises:
             BatchSizeError: If no size fits.
         """
-        last: Outcome | None = None
+        last_failure: Outcome | None = None
         while not search.is_done:
-            # Before the first attempt the script may not have joined the other processes yet.
             size = search.size
-            if self.tried and (agreed := self._agree_on_smallest(size)) != size:
-                search.move_to(size := agreed)
+            if self.tried:  # before the first attempt the script may not have joined the other processes yet
+                size = self._agree_on_smallest(search.size)
+                if size != search.size:
+                    search.move_to(size)
             is_probe = isinstance(search, PredictedSize)
             attempt, outcome = self._try_size(size, is_probe)
             if isinstance(search, PredictedSize):
@@ -533,36 +589,49 @@ class _SearchCall:
                 clear_device_cache(garbage_collection=True)
                 attempt.restore_progress()
             else:
-                last = outcome
+                last_failure = outcome
                 ranks = f" on rank {', '.join(map(str, outcome.ranks))}" if outcome.ranks else ""
                 log.info("batch size %d: out of memory%s; %s", size, ranks, _describe_next(search))
                 notify_listeners("out_of_memory", ranks=list(outcome.ranks), batch_size=size)
         if not search.found:
-            raise self._nothing_fits(last) from (None if last is None else last.error)
+            raise self._make_no_fit_error(last_failure) from (None if last_failure is None else last_failure.error)
         # The last attempt had another size or was a probe. The size may not fit again, so search downward from it.
         return self.run_search(FirstThatFits(search.found, _make_smaller_sizes(search.found), self.settings.sizes))
 
     def _try_size(self, size: int, is_probe: bool) -> tuple[Attempt, Outcome]:
+        """Call the function with a batch size, and return the attempt and its outcome.
+
+        Args:
+            size: Batch size.
+            is_probe: Whether to stop the function after two updates, and measure its memory.
+        """
         self.tried.append(size)
         attempt = Attempt(size)
-        kwargs = (
-            {**self.kwargs, STEPS: self.settings.start // size} if self.settings.keeps_global_batch else self.kwargs
-        )
+        kwargs = self.kwargs
+        if self.settings.keeps_global_batch:
+            kwargs = {**kwargs, STEPS: self.settings.start // size}
         function = self._probe.wrap(self.function) if is_probe else self.function
         return attempt, attempt.run(function, self.args, kwargs)
 
     def _predict_size(self) -> int | None:
         """Return the largest size that is predicted to fit on all ranks, or None if a rank's memory is not measured."""
         own = self._probe.predict_largest()
-        most = self._agree_on_smallest(-1 if own is None else own)
-        return None if most < 0 else most
+        smallest = self._agree_on_smallest(-1 if own is None else own)
+        return None if smallest < 0 else smallest
 
     def _agree_on_smallest(self, size: int) -> int:
         """Return the smallest of all ranks' sizes, found by a vote. In a single-process run, return `size`."""
         return int(control.current().vote([size], "min")[0]) if has_peers() and process.current() else size
 
-    def _nothing_fits(self, last: Outcome | None) -> BatchSizeError:
-        why = "" if last is None or last.error is None else f" The last error: {str(last.error)[:300]}"
+    def _make_no_fit_error(self, last_failure: Outcome | None) -> BatchSizeError:
+        """Return the error for a search in which no size has fitted.
+
+        Args:
+            last_failure: Outcome of the last attempt, or None if there was none.
+        """
+        why = ""
+        if last_failure is not None and last_failure.error is not None:
+            why = f" The last error: {str(last_failure.error)[:300]}"
         name = _get_function_name(self.function)
         return BatchSizeError(
             f"No executable batch size found, reached zero. {name} ran out of memory with every size tried "

@@ -1,4 +1,9 @@
-"""Memory that NVIDIA's driver reports for all processes, read from NVML by its Python package or through ctypes."""
+"""Memory that NVIDIA's driver reports for all processes, read from NVML by its Python package or through ctypes.
+
+NVML is the management library of NVIDIA's driver. Its Python package (nvidia-ml-py) is optional. For the free memory of a
+device, which is needed often, the library is called without the package. A query of NVML needs no CUDA context, which
+would take several hundred MB of the device.
+"""
 
 import ctypes
 import sys
@@ -56,30 +61,45 @@ def read_driver_report(hardware: Hardware, device: torch.device) -> DriverReport
 
     Return None if NVML is not available or does not know the device, such as a MIG slice.
     """
-    describe = hardware.find_function("get_device_properties")
-    unique = getattr(describe(device), "uuid", None) if describe is not None else None
+    uuid = _find_uuid(hardware, device)
     with open_nvml() as library:
-        if library is None or unique is None:
+        if library is None or uuid is None:
             return None
         try:
-            # Look the device up by its ID: CUDA_VISIBLE_DEVICES renumbers torch's devices, while NVML numbers all devices.
-            return _read_report(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{unique}"))
+            return _read_report(library, library.nvmlDeviceGetHandleByUUID(uuid))
         except library.NVMLError:  # a slice of a device (MIG) has another id
             return None
 
 
+def _find_uuid(hardware: Hardware, device: torch.device) -> str | None:
+    """Return the ID by which NVML knows a device, or None if torch does not know it.
+
+    The index would not do: CUDA_VISIBLE_DEVICES renumbers torch's devices, while NVML numbers all devices.
+    """
+    get_properties = hardware.find_function("get_device_properties")
+    uuid = None if get_properties is None else getattr(get_properties(device), "uuid", None)
+    return None if uuid is None else f"GPU-{uuid}"
+
+
 def _read_report(library: Any, handle: Any) -> DriverReport:
+    """Return the report on a device. Values that the driver does not report are None or empty.
+
+    Args:
+        library: The module `pynvml`, initialized.
+        handle: NVML's handle of the device.
+    """
     memory = library.nvmlDeviceGetMemoryInfo(handle)
     try:
-        busy = library.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        utilization = library.nvmlDeviceGetUtilizationRates(handle).gpu / 100
     except library.NVMLError:
-        busy = None
+        utilization = None
     try:
         running = library.nvmlDeviceGetComputeRunningProcesses(handle)
     except library.NVMLError:
         running = []
     # The driver hides the sizes of other users' processes.
-    return DriverReport(int(memory.total), int(memory.used), busy, {p.pid: int(p.usedGpuMemory or 0) for p in running})
+    processes = {each.pid: int(each.usedGpuMemory or 0) for each in running}
+    return DriverReport(int(memory.total), int(memory.used), utilization, processes)
 
 
 class _Memory(ctypes.Structure):
@@ -89,22 +109,22 @@ class _Memory(ctypes.Structure):
 
 
 def read_memory_by_driver(hardware: Hardware, device: torch.device) -> tuple[int, int] | None:
-    """Return the free and the total bytes of a device from NVML.
+    """Return the free and the total bytes of a device from NVML, through ctypes.
 
     Return None if NVML is missing or does not know the device, such as a MIG slice, which has another ID.
     """
-    describe = hardware.find_function("get_device_properties")
-    uuid = getattr(describe(device), "uuid", None) if describe is not None else None
+    uuid = _find_uuid(hardware, device)
     library = None if uuid is None else _load_nvml()
-    if library is None or library.nvmlInit_v2() != 0:
+    if uuid is None or library is None or library.nvmlInit_v2() != 0:
         return None
     handle, memory = ctypes.c_void_p(), _Memory()
     try:
-        # Look the device up by its ID: CUDA_VISIBLE_DEVICES renumbers torch's devices, while NVML numbers all devices.
-        if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) != 0:
+        # NVML's functions return 0 if they succeed.
+        if library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) != 0:
             return None
-        asked = library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-        return (int(memory.free), int(memory.total)) if asked == 0 else None
+        if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+            return None
+        return int(memory.free), int(memory.total)
     finally:
         library.nvmlShutdown()
 

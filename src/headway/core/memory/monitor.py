@@ -65,31 +65,33 @@ class PeakReader(PeakMeter):
     source = "torch's allocator"
 
     def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._tell, self._start_over = map(
+        self._read_max_allocated, self._reset_peak_stats = map(
             hardware.find_memory_function, ("max_memory_allocated", "reset_peak_memory_stats")
         )
         if device.index is None and (current := hardware.find_function("current_device")) is not None:
             device = torch.device(device.type, current())
         self._device = device
-        self._noted = 0
+        self._recorded_peak = 0
         scope.get_or_create(_PeakReaders).add(self)
 
     def read_peak(self) -> int:
         """Return the highest number of bytes that tensors used since the last reset."""
-        return max(self._noted, 0 if self._tell is None else int(self._tell(self._device)))
+        return max(
+            self._recorded_peak, 0 if self._read_max_allocated is None else int(self._read_max_allocated(self._device))
+        )
 
     def reset(self) -> None:
         """Start a new measurement, after recording the peak for the other readers of this device."""
-        others = [
+        other_readers = [
             each for each in scope.get_or_create(_PeakReaders) if each is not self and each._device == self._device
         ]
-        if others and self._tell is not None:
-            highest = int(self._tell(self._device))
-            for other in others:
-                other._noted = max(other._noted, highest)
-        if self._start_over is not None:
-            self._start_over(self._device)
-        self._noted = 0
+        if other_readers and self._read_max_allocated is not None:
+            peak = int(self._read_max_allocated(self._device))
+            for reader in other_readers:
+                reader._recorded_peak = max(reader._recorded_peak, peak)
+        if self._reset_peak_stats is not None:
+            self._reset_peak_stats(self._device)
+        self._recorded_peak = 0
 
 
 class KernelMeter(PeakMeter):
@@ -127,17 +129,17 @@ class SampledMeter(PeakMeter):
     def __init__(self, interval: float = 0.005) -> None:
         self._process = psutil.Process()
         self._highest = self._read_resident()
-        self._is_over = threading.Event()
+        self._should_stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._sample_until_over, args=(interval,), name="headway-memory", daemon=True
+            target=self._sample_until_stopped, args=(interval,), name="headway-memory", daemon=True
         )
         self._thread.start()
 
     def _read_resident(self) -> int:
         return int(self._process.memory_info().rss)
 
-    def _sample_until_over(self, interval: float) -> None:
-        while not self._is_over.wait(interval):
+    def _sample_until_stopped(self, interval: float) -> None:
+        while not self._should_stop.wait(interval):
             self._highest = max(self._highest, self._read_resident())
 
     def read_peak(self) -> int:
@@ -150,7 +152,7 @@ class SampledMeter(PeakMeter):
 
     def close(self) -> None:
         """Stop the sampling thread."""
-        self._is_over.set()
+        self._should_stop.set()
         self._thread.join()
 
 
@@ -189,12 +191,13 @@ class MemoryMonitor:
             training step.
 
     Attributes:
-        peaks: Peak use in bytes by phase.
-        source: Origin of the numbers: the device's allocator, the kernel, or samples.
+        peaks: Peak use in bytes by phase, since the block was last entered. On a device, the memory of tensors; on the
+            host, resident memory.
+        source: Origin of the numbers: the device's allocator, the kernel, or samples. "" before the block is entered.
     """
 
     def __init__(self, device: torch.device | str | None = None, by_phase: bool = True) -> None:
-        self._wanted = device
+        self._requested_device = device
         self._by_phase = by_phase
         self.peaks: dict[str, int] = {}
         self.source = ""
@@ -212,9 +215,10 @@ class MemoryMonitor:
         """
         if self._meter is not None:
             raise StateError("this MemoryMonitor is already measuring; create another one for an inner block")
-        self.device = check_device(self._wanted)
-        for other in scope.get_or_create(_ActiveMonitors):
-            other._read_peak()
+        self.device = check_device(self._requested_device)
+        # The new meter resets the device's peak counter, which other monitors may share.
+        for monitor in scope.get_or_create(_ActiveMonitors):
+            monitor._read_peak()
         self._meter = meter = choose_meter(self.device)
         meter.reset()
         self.source = meter.source
@@ -250,6 +254,7 @@ class MemoryMonitor:
                 monitor.peaks[monitor._phase] = max(monitor.peaks.get(monitor._phase, 0), peak)
 
     def _begin_phase(self, phase: str) -> None:
+        """Record the peak of the current phase, and begin to measure the phase `phase`."""
         assert self._meter is not None
         self._read_peak()
         self._meter.reset()
@@ -286,10 +291,11 @@ class MemoryMonitor:
         The names are memory/used, memory/reserved, memory/peak and memory/peak_<phase>.
         """
         highest, now = self.peak, memory_use(self.device)
-        found = {"memory/used": float(now.used), "memory/reserved": float(now.reserved), "memory/peak": float(highest)}
-        return found | {f"memory/peak_{phase}": float(peak) for phase, peak in self.peaks.items()}
+        values = {"memory/used": float(now.used), "memory/reserved": float(now.reserved), "memory/peak": float(highest)}
+        return values | {f"memory/peak_{phase}": float(peak) for phase, peak in self.peaks.items()}
 
     def _format_peak(self) -> str:
+        """Return the highest peak and its phase as text, for progress bars."""
         highest = self.peak
         return f"peak {format_bytes(highest)} in {max(self.peaks, key=self.peaks.__getitem__)}"
 

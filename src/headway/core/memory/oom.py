@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from headway.common import scope
-from headway.core.memory.use import read_free_and_total
+from headway.core.memory.use import read_device_memory
 from headway.core.runtime.device import HARDWARE, Hardware
 
-_SHORT_BYTES = 128 << 20
+_FULL_DEVICE_BYTES = 128 << 20
 """Free memory below which a device counts as full: a library's handle, workspace and kernels take up to this much."""
 
-_HINTS = (
+# Messages that may have other causes. They count only if a device is short of memory.
+_AMBIGUOUS_PATTERNS = (
     # ATen's convolutions through cuDNN 8 and 9, with torch.backends.cudnn.benchmark (FIND) and without (GET).
     r"\b(?:FIND|GET) was unable to find an engine to execute this computation",
     r"rror: (?:CU|HIP)BLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cu|hip)blas\w*Create",
@@ -41,7 +42,7 @@ _RESERVE_BYTES = 8 << 20  # enough for a memory report and the modules that crea
 # line, so that a sentence which merely mentions such an error does not match. They match at the start of any line,
 # because a data worker's error contains the lines of the original error. They are compiled when the first error is
 # examined, because that takes 4 ms.
-_TEXTS = (
+_PATTERNS = (
     # torch's allocators, the runtimes and the drivers.
     r"^(?:[\w.]+: )?(?:CPU|CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
     r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",
@@ -84,31 +85,36 @@ def note_freed_memory() -> None:
         counted[device] = _count_device_ooms(hardware, device)
 
 
-def _is_short(hardware: Hardware, device: torch.device) -> bool:
+def _is_short_of_memory(hardware: Hardware, device: torch.device) -> bool:
     """Whether the allocator has run out since memory was last freed, or the driver has almost no memory left."""
     try:
-        now, before = _count_device_ooms(hardware, device), scope.get_or_create(_CountedErrors).get(device, 0)
-        if now > before or 0 < now < before:  # fewer: a script has reset the allocator's counters
+        num_ooms = _count_device_ooms(hardware, device)
+        num_ooms_before = scope.get_or_create(_CountedErrors).get(device, 0)
+        # A lower number other than 0: a script has reset the allocator's counters, and memory has run out since.
+        if num_ooms > num_ooms_before or 0 < num_ooms < num_ooms_before:
             return True
-        return read_free_and_total(hardware, device)[0] < _SHORT_BYTES
+        free, _ = read_device_memory(hardware, device)
+        return free < _FULL_DEVICE_BYTES
     except RuntimeError:  # after a failed assertion on the device, all queries fail
         return False
 
 
 def _count_device_ooms(hardware: Hardware, device: torch.device) -> int:
-    tell = hardware.find_memory_function("memory_stats")
-    return 0 if tell is None else int(tell(device).get("num_ooms", 0))
+    """Return the allocator's count of its out-of-memory errors on a device. 0 if it counts none."""
+    read_stats = hardware.find_memory_function("memory_stats")
+    return 0 if read_stats is None else int(read_stats(device).get("num_ooms", 0))
 
 
 def _list_devices_in_use() -> Iterator[tuple[Hardware, torch.device]]:
-    """Yield the devices on which this process holds memory and whose allocator can report it."""
+    """Yield the devices on which this process holds memory, and whose allocator and driver report their memory."""
     for hardware in HARDWARE.values():
-        held, told = map(hardware.find_memory_function, ("memory_reserved", "mem_get_info"))
-        if hardware.kind == "cpu" or not hardware.is_available() or held is None or told is None:
+        read_reserved = hardware.find_memory_function("memory_reserved")
+        can_read_free = hardware.find_memory_function("mem_get_info") is not None
+        if hardware.kind == "cpu" or not hardware.is_available() or read_reserved is None or not can_read_free:
             continue
         for index in range(hardware.count_devices()):
             device = torch.device(hardware.kind, index)
-            if held(device):
+            if read_reserved(device):
                 yield hardware, device
 
 
@@ -146,6 +152,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_out_of_memory(error: BaseException, seen: set[int]) -> bool:
+    """Implement `is_out_of_memory`.
+
+    Args:
+        error: Error to examine.
+        seen: IDs of the errors that have been examined, because causes can form a cycle. Each call adds to it.
+    """
     if id(error) in seen:
         return False
     seen.add(id(error))
@@ -154,28 +166,32 @@ def _is_out_of_memory(error: BaseException, seen: set[int]) -> bool:
         return all(_is_out_of_memory(member, seen) for member in members)
     if not isinstance(error, Exception):
         return False
-    if _names_out_of_memory(error):
+    if _is_memory_error(error):
         return True
     inner = _get_inner_error(error)
     if inner is not None and _is_out_of_memory(inner, seen):
         return True
-    origin = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
+    # As in a traceback: the explicit cause, or the context unless `raise ... from` suppresses it.
+    origin = error.__cause__
+    if origin is None and not error.__suppress_context__:
+        origin = error.__context__
     return origin is not None and _is_out_of_memory(origin, seen)
 
 
-def _names_out_of_memory(error: Exception) -> bool:
+def _is_memory_error(error: Exception) -> bool:
+    """Whether the type or the message of an error means that memory ran out. Its causes are not examined."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return False
-    said = str(error)
-    if any(re.search(text, said, re.MULTILINE) for text in _TEXTS):
+    message = str(error)
+    if any(re.search(pattern, message, re.MULTILINE) for pattern in _PATTERNS):
         return True
-    return any(re.search(hint, said) for hint in _HINTS) and any(
-        _is_short(hardware, device) for hardware, device in _list_devices_in_use()
-    )
+    if not any(re.search(pattern, message) for pattern in _AMBIGUOUS_PATTERNS):
+        return False
+    return any(_is_short_of_memory(hardware, device) for hardware, device in _list_devices_in_use())
 
 
 def _list_members(error: BaseException) -> tuple[BaseException, ...]:
@@ -184,9 +200,8 @@ def _list_members(error: BaseException) -> tuple[BaseException, ...]:
     Exception groups are recognized by their attributes, because Python 3.10 has them only from a backport.
     """
     members = getattr(error, "exceptions", ())
-    return (
-        members if isinstance(members, tuple) and all(isinstance(member, BaseException) for member in members) else ()
-    )
+    is_group = isinstance(members, tuple) and all(isinstance(member, BaseException) for member in members)
+    return members if is_group else ()
 
 
 def _get_inner_error(error: BaseException) -> BaseException | None:
@@ -195,7 +210,7 @@ def _get_inner_error(error: BaseException) -> BaseException | None:
     return inner if isinstance(inner, BaseException) else None
 
 
-def free_after(error: BaseException) -> None:
+def free_memory_of_failure(error: BaseException) -> None:
     """Free the memory of a failed attempt: drop its frames, collect garbage and empty the devices' caches.
 
     An error's traceback keeps every frame alive, and each frame keeps its tensors. While they exist, emptying a cache
@@ -220,15 +235,15 @@ def _iterate_related(error: BaseException) -> Iterator[BaseException]:
 
     Each exception is yielded only once.
     """
-    waiting, seen = [error], set()
-    while waiting:
-        each = waiting.pop()
+    pending, seen = [error], set()
+    while pending:
+        each = pending.pop()
         if id(each) in seen:
             continue
         seen.add(id(each))
         yield each
-        others = (each.__cause__, each.__context__, _get_inner_error(each), *_list_members(each))
-        waiting += [other for other in others if other is not None]
+        related = (each.__cause__, each.__context__, _get_inner_error(each), *_list_members(each))
+        pending += [other for other in related if other is not None]
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -265,15 +280,15 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     for hardware in HARDWARE.values():
         hardware.release_cache()
     note_freed_memory()
-    if _trim is not None:
-        _trim(0)
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
-def _find_trim() -> Any:
+def _find_malloc_trim() -> Any:
     """Return glibc's malloc_trim, or None on other systems. Without it, the heap keeps the memory of freed tensors."""
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
-_trim = _find_trim()
+_malloc_trim = _find_malloc_trim()

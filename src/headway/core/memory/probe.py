@@ -108,6 +108,7 @@ class BatchProbe:
     """Probe that runs a function at trial batch sizes, and predicts the largest one that fits in this rank's memory."""
 
     def __init__(self) -> None:
+        # By device name: the measured peaks, and the smallest number of bytes that was available to a probe.
         self._curves: dict[str, RowCurve] = {}
         self._available: dict[str, int] = {}
 
@@ -139,10 +140,16 @@ class BatchProbe:
 
         Return None if no device is measured.
         """
-        found = [curve.predict_largest(self._available[name]) for name, curve in self._curves.items()]
-        return min((each for each in found if each is not None), default=None)
+        predictions = [curve.predict_largest(self._available[name]) for name, curve in self._curves.items()]
+        return min((each for each in predictions if each is not None), default=None)
 
     def _record_peaks(self, size: int, meters: "dict[str, _DeviceMeter | _HostMeter]") -> None:
+        """Record the peak of each device that the probe has used, and the memory that was available to it.
+
+        Args:
+            size: Batch size of the probe.
+            meters: Meters by device name, started before the probe.
+        """
         for name, meter in (meters | dict(_find_new_devices(meters))).items():
             peak = meter.read_peak(size)
             if peak.allocated > 0:
@@ -172,6 +179,7 @@ def _find_new_devices(meters: "dict[str, _DeviceMeter | _HostMeter]") -> Iterato
 
 
 def _list_counted_devices() -> Iterator[tuple[Hardware, torch.device]]:
+    """Yield the devices that torch has initialized in this process, and whose peak and free memory it can read."""
     names = ("max_memory_allocated", "reset_peak_memory_stats", "memory_reserved", "mem_get_info")
     for hardware in HARDWARE.values():
         is_initialized = None if hardware.kind == "cpu" else hardware.find_function("is_initialized")

@@ -6,13 +6,13 @@ two measured sizes are enough to predict a larger one. A predicted size must be 
 
 from dataclasses import dataclass
 
-_APART = 0.75
+_MAX_RATIO = 0.75
 """Maximum ratio of a smaller to a larger measured size for computing a slope from both.
 
 The difference of closer sizes is mostly due to the allocator's rounding of block sizes.
 """
 
-_LEAST_SLOPE = 1 / 8
+_MIN_SLOPE = 1 / 8
 """Lower limit of the estimated slope, as a fraction of the memory per row if no part of the memory were constant.
 
 If the measured slope is lower, something else determines the peak (an optimizer step, a workspace), and larger
@@ -74,23 +74,26 @@ class RowCurve:
         """
         if not self._peaks:
             return None
-        last = self._peaks[max(self._peaks)]
-        slope = self._estimate_slope(last) + last.unused / last.rows
-        left = available - last.unused - last.allocated
-        if slope <= 0:  # nothing was allocated at all
-            return last.rows
-        return max(0, int(last.rows + left // slope))
+        largest = self._peaks[max(self._peaks)]
+        bytes_per_row = self._estimate_slope(largest) + largest.unused / largest.rows
+        remaining = available - largest.unused - largest.allocated
+        if bytes_per_row <= 0:  # nothing was allocated at all
+            return largest.rows
+        return max(0, int(largest.rows + remaining // bytes_per_row))
 
-    def _estimate_slope(self, last: RowPeak) -> float:
-        """Return the expected bytes per additional row: the steepest slope between the largest size and a smaller one.
+    def _estimate_slope(self, largest: RowPeak) -> float:
+        """Return the expected bytes per additional row, without fragmentation.
+
+        It is the steepest slope between the largest measured size and a smaller one. Without a smaller one, all memory
+        is assumed to be proportional to rows.
 
         Args:
-            last: Measurement at the largest size.
+            largest: Measurement at the largest size.
         """
-        proportional = last.allocated / last.rows
+        proportional_slope = largest.allocated / largest.rows
         slopes = [
-            (last.allocated - peak.allocated) / (last.rows - rows)
+            (largest.allocated - peak.allocated) / (largest.rows - rows)
             for rows, peak in self._peaks.items()
-            if rows <= _APART * last.rows
+            if rows <= _MAX_RATIO * largest.rows
         ]
-        return max(*slopes, proportional * _LEAST_SLOPE) if slopes else proportional
+        return max(*slopes, proportional_slope * _MIN_SLOPE) if slopes else proportional_slope

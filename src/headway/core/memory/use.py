@@ -138,15 +138,15 @@ def measure_host() -> MemoryUse:
         except psutil.Error:  # it has ended meanwhile
             continue
     return MemoryUse(
-        "cpu",
-        int(info.rss),
-        int(info.vms),
-        max(read_host_peak(), int(info.rss)),
-        limit if is_limited and limit else machine.total,
-        used if is_limited else machine.total - machine.available,
-        psutil.cpu_percent() / 100,
-        processes,
-        "psutil and the control group's limit" if is_limited else "psutil",
+        device="cpu",
+        used=int(info.rss),
+        reserved=int(info.vms),
+        peak=max(read_host_peak(), int(info.rss)),
+        total=limit if is_limited and limit else machine.total,
+        occupied=used if is_limited else machine.total - machine.available,
+        utilization=psutil.cpu_percent() / 100,
+        processes=processes,
+        source="psutil and the control group's limit" if is_limited else "psutil",
     )
 
 
@@ -166,7 +166,7 @@ def read_host_peak() -> int:
     import resource
 
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return highest if sys.platform == "darwin" else highest * 1024
+    return highest if sys.platform == "darwin" else highest * 1024  # macOS reports bytes, other systems KiB
 
 
 def read_control_group(root: Path = Path("/")) -> tuple[int | None, int]:
@@ -178,20 +178,32 @@ def read_control_group(root: Path = Path("/")) -> tuple[int | None, int]:
     Returns:
         Pair of the limit in bytes (None without a limit) and the bytes in use under that limit (0 without a limit).
     """
-    limited = [(limit, group.used or 0) for group in list_control_groups(root) if (limit := group.limit) is not None]
-    return min(limited, key=lambda found: found[0], default=(None, 0))
+    lowest: tuple[int | None, int] = (None, 0)
+    for group in list_control_groups(root):
+        limit = group.limit
+        if limit is not None and (lowest[0] is None or limit < lowest[0]):
+            lowest = limit, group.used or 0
+    return lowest
 
 
 # ---------------------------------------------------------------- devices
 
 
 def _is_counted(hardware: Hardware) -> bool:
+    """Whether torch counts the memory of tensors on this type of device."""
     names = ("memory_allocated", "current_allocated_memory")
     return any(hardware.find_memory_function(name) is not None for name in names)
 
 
 def _measure_device(hardware: Hardware, device: torch.device) -> MemoryUse:
-    own = os.getpid()
+    """Return the memory use of one device.
+
+    The second name of each query below is that of torch.mps, whose functions have other names than those of torch.cuda.
+
+    Args:
+        hardware: Device type.
+        device: The device.
+    """
 
     def read_allocator(name: str) -> int:
         function = hardware.find_memory_function(name)
@@ -200,29 +212,35 @@ def _measure_device(hardware: Hardware, device: torch.device) -> MemoryUse:
     used = read_allocator("memory_allocated") or read_allocator("current_allocated_memory")
     reserved = max(read_allocator("memory_reserved") or read_allocator("driver_allocated_memory"), used)
     total, occupied = read_allocator("recommended_max_memory"), reserved
-    told = read_driver_report(hardware, device)
-    if told is not None:
-        total, occupied = told.total, told.occupied
+    report = read_driver_report(hardware, device)
+    if report is not None:
+        total, occupied = report.total, report.occupied
     elif hardware.find_memory_function("mem_get_info") is not None:
-        free, total = read_free_and_total(hardware, device)
+        free, total = read_device_memory(hardware, device)
         occupied = total - free
     return MemoryUse(
-        str(device),
-        used,
-        reserved,
-        max(read_allocator("max_memory_allocated"), used),
-        total,
-        occupied,
-        None if told is None else told.utilization,
-        {own: reserved} if told is None else told.processes,
-        _describe_source(hardware, told is not None),
+        device=str(device),
+        used=used,
+        reserved=reserved,
+        peak=max(read_allocator("max_memory_allocated"), used),
+        total=total,
+        occupied=occupied,
+        utilization=None if report is None else report.utilization,
+        processes={os.getpid(): reserved} if report is None else report.processes,
+        source=_describe_source(hardware, report is not None),
     )
 
 
-def _describe_source(hardware: Hardware, has_told: bool) -> str:
+def _describe_source(hardware: Hardware, has_report: bool) -> str:
+    """Return the origin of a device's numbers as text.
+
+    Args:
+        hardware: Device type.
+        has_report: Whether NVML has reported on the device.
+    """
     if not _is_counted(hardware):
-        return "the driver, by NVML" if has_told else f"none: torch does not count memory of {hardware.kind}"
-    return "torch's allocator and NVML" if has_told else "torch's allocator"
+        return "the driver, by NVML" if has_report else f"none: torch does not count memory of {hardware.kind}"
+    return "torch's allocator and NVML" if has_report else "torch's allocator"
 
 
 # ---------------------------------------------------------------- free memory
@@ -239,8 +257,11 @@ def read_free_bytes(hardware: Hardware, device: torch.device) -> int:
         device: The device, with its index if there are several.
     """
     reserved = _read_reserved(hardware, device)
-    told = None if reserved else read_memory_by_driver(hardware, device)
-    free = _ask_runtime(hardware, device)[0] if told is None else told[0] - CONTEXT_BYTES
+    from_driver = None if reserved else read_memory_by_driver(hardware, device)
+    if from_driver is None:
+        free, _ = _query_runtime(hardware, device)
+    else:
+        free = from_driver[0] - CONTEXT_BYTES
     fraction = _read_memory_fraction(hardware, device)
     if fraction < 1:
         free = min(free, int(hardware.module.get_device_properties(device).total_memory * fraction) - reserved)
@@ -265,37 +286,38 @@ def read_free_address_space() -> int | None:
 
 def read_host_memory() -> tuple[int, int]:
     """Return this process's resident memory and its mapped address space, in bytes. Linux only."""
-    mapped, resident = Path("/proc/self/statm").read_text().split()[:2]
+    mapped_pages, resident_pages = Path("/proc/self/statm").read_text().split()[:2]
     resource: Any = importlib.import_module("resource")
-    size: int = resource.getpagesize()
-    return int(resident) * size, int(mapped) * size
+    page_size: int = resource.getpagesize()
+    return int(resident_pages) * page_size, int(mapped_pages) * page_size
 
 
-def read_free_and_total(hardware: Hardware, device: torch.device) -> tuple[int, int]:
-    """Return a device's free and total bytes.
+def read_device_memory(hardware: Hardware, device: torch.device) -> tuple[int, int]:
+    """Return a device's free and total bytes, which all processes on it share.
 
     CUDA's mem_get_info creates a context, which takes several hundred MB of the device until the process ends. If each
     of 8 ranks queried 8 GPUs, there would be 64 contexts. So if this process has no memory on the device, NVML is
     queried first, and CUDA only if NVML is not available.
     """
-    told = None if _read_reserved(hardware, device) else read_memory_by_driver(hardware, device)
-    return _ask_runtime(hardware, device) if told is None else told
+    from_driver = None if _read_reserved(hardware, device) else read_memory_by_driver(hardware, device)
+    return _query_runtime(hardware, device) if from_driver is None else from_driver
 
 
 def _read_reserved(hardware: Hardware, device: torch.device) -> int:
     """Return the bytes that torch's allocator has reserved on the device; 0 if the device has no such count."""
-    ask = hardware.find_memory_function("memory_reserved")
-    return 0 if ask is None else int(ask(device))
+    read_reserved = hardware.find_memory_function("memory_reserved")
+    return 0 if read_reserved is None else int(read_reserved(device))
 
 
 def _read_memory_fraction(hardware: Hardware, device: torch.device) -> float:
-    """Return the fraction of the device that this process may use (`set_per_process_memory_fraction`)."""
-    ask = hardware.find_function("get_per_process_memory_fraction")
-    return 1.0 if ask is None else float(ask(device))
+    """Return the fraction of the device that this process may use (`set_per_process_memory_fraction`). Default: 1."""
+    read_fraction = hardware.find_function("get_per_process_memory_fraction")
+    return 1.0 if read_fraction is None else float(read_fraction(device))
 
 
-def _ask_runtime(hardware: Hardware, device: torch.device) -> tuple[int, int]:
-    ask = hardware.find_memory_function("mem_get_info")
-    assert ask is not None, "callers check that the device reports its memory"
-    free, total = ask(device)
+def _query_runtime(hardware: Hardware, device: torch.device) -> tuple[int, int]:
+    """Return a device's free and total bytes from the device's runtime, such as CUDA, which creates a context."""
+    get_info = hardware.find_memory_function("mem_get_info")
+    assert get_info is not None, "callers check that the device reports its memory"
+    free, total = get_info(device)
     return int(free), int(total)

@@ -419,8 +419,8 @@ def _find_unfinished_reduction(engine: DistributedDataParallel) -> RuntimeError 
 def _register_communication_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
     if options.comm_hook is Hook.NO:
         # DDP's own reduction, unless an attempt at a batch size is in progress.
-        if attempt.is_in_progress():
-            engine.register_comm_hook(engine.process_group, attempt.hold_back(default_hooks.allreduce_hook))
+        if attempt.is_attempt_in_progress():
+            engine.register_comm_hook(engine.process_group, attempt.delay_reductions(default_hooks.allreduce_hook))
         return
     check_communication_hook(options, next(iter(engine.module.parameters())).device, engine.process_group)
     hooks: dict[Hook, Callable[..., Any]] = {
@@ -435,7 +435,7 @@ def _register_communication_hook(engine: DistributedDataParallel, options: Distr
         state = powerSGD_hook.PowerSGDState(engine.process_group, **options.comm_state_option)
     if options.comm_wrapper in wrappers:
         hook = wrappers[options.comm_wrapper](hook)
-    engine.register_comm_hook(state, attempt.hold_back(hook))
+    engine.register_comm_hook(state, attempt.delay_reductions(hook))
 
 
 def check_communication_hook(

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headway.core.memory.oom import free_after, is_out_of_memory
+from headway.core.memory.oom import free_memory_of_failure, is_out_of_memory
 from headway.core.runtime.collective_log import VOTE
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import Tree
@@ -451,7 +451,7 @@ class BatchTransaction:
             MemoryExhausted: If micro-batches cannot become smaller.
         """
         log.info("out of memory: %s", error, main_process_only=False)
-        free_after(error)
+        free_memory_of_failure(error)
         if self._rounds is not None:
             self._rounds.join_remaining()
         try:

@@ -12,7 +12,7 @@ import torch
 
 from headway.common import scope
 from headway.core.memory import oom
-from headway.core.memory.oom import clear_device_cache, free_after, is_out_of_memory, release_memory
+from headway.core.memory.oom import clear_device_cache, free_memory_of_failure, is_out_of_memory, release_memory
 from headway.core.runtime.device import HARDWARE
 from tests.unit.core.memory.simulated import SimulatedAllocator
 
@@ -152,7 +152,7 @@ def test_ambiguous_messages_count_only_if_memory_is_short(simulated, error):
     catch_error(lambda: simulated.malloc(1 << 41))  # a library can catch this error
     assert is_out_of_memory(error)
     assert is_out_of_memory(error), "a second call must give the same answer"
-    free_after(error)
+    free_memory_of_failure(error)
     assert not is_out_of_memory(error), "an allocation failed, but memory has been freed since then"
     simulated.malloc((1 << 40) - (1 << 30) - (100 << 20))
     assert is_out_of_memory(error), "too little memory is left for the handle of a library"
@@ -230,7 +230,7 @@ def test_frames_are_cleared_before_the_cache(monkeypatch):
     monkeypatch.setattr(oom, "clear_device_cache", lambda **_: alive_at_clearing.append([ref() for ref in held]))
     error = catch_error(middle)
     assert all(ref() is not None for ref in held), "the traceback must keep the tensors alive"
-    free_after(error)
+    free_memory_of_failure(error)
     assert alive_at_clearing == [[None, None]]
     assert error.__traceback__ is None
     assert error.__cause__.__traceback__ is None
@@ -239,7 +239,7 @@ def test_frames_are_cleared_before_the_cache(monkeypatch):
 def test_frames_that_still_run_keep_their_variables():
     mine = torch.ones(3)
     error = catch_error(lambda: torch.empty(2**62, dtype=torch.uint8))
-    free_after(error)
+    free_memory_of_failure(error)
     assert mine.sum() == 3
 
 
@@ -276,7 +276,7 @@ def test_reference_cycles_are_freed_only_on_request():
 
 FLAT = """
 import resource, psutil, torch
-from headway.core.memory.oom import free_after, is_out_of_memory
+from headway.core.memory.oom import free_memory_of_failure, is_out_of_memory
 
 process = psutil.Process()
 limit = process.memory_info().vms + 400 * 2**20
@@ -296,7 +296,7 @@ for _ in range(21):
         fail()
     except Exception as error:
         assert is_out_of_memory(error), error
-        free_after(error)
+        free_memory_of_failure(error)
     resident.append(process.memory_info().rss)
 print((max(resident[1:]) - resident[0]) // 2**20)
 """

@@ -198,7 +198,7 @@ def test_unreferenced_reader_is_not_updated(simulate) -> None:
     other = PeakReader(CUDA, torch.device("cuda", 1))  # readers of another device are not updated
     allocator.use(7)
     first.reset()
-    assert (first.read_peak(), other._noted) == (0, 0)
+    assert (first.read_peak(), other._recorded_peak) == (0, 0)
 
 
 class ThrashingOnce(AllocatorPressure):
