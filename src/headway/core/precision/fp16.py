@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from headway.core.config.engines import EngineOptions
-from headway.core.precision.mixed import Bf16Precision, GradientParts
+from headway.core.precision.mixed import Bf16Precision, GradientShards
 from headway.core.runtime.device import Hardware
 from headway.errors import StateError, UnsupportedError
 
@@ -17,41 +17,48 @@ _MIXED_SCALES = (
 )
 
 
-class _Probe:
+class _OptimizerProxy:
     """Proxy of an optimizer that torch's GradScaler steps. It records whether the scaler really called `step`.
 
     Fused optimizers skip updates by themselves. The proxy hides this ability from the scaler, so that the scaler itself
-    decides and a skipped update is always recorded.
+    decides and a skipped update is always recorded. The scaler keeps its state of an optimizer by the proxy's ID.
 
     Args:
         optimizer: The torch optimizer.
-        parts: Object that returns this rank's shards of the gradients. If None, gradients are unsharded.
+        shards: Object that returns this rank's shards of the gradients. If None, gradients are unsharded.
+
+    Attributes:
+        optimizer: The torch optimizer.
+        did_step: Whether `step` was called since the attribute was set to False.
+        run: Function that makes the update.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parts: GradientParts | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: GradientShards | None) -> None:
         self.optimizer = optimizer
         self.did_step = False
         self.run: Callable[[], Any] = optimizer.step
-        self._parts = parts
+        self._shards = shards
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups whose gradients the scaler unscales, as plain tensors even if gradients are sharded."""
         groups = self.optimizer.param_groups
-        if self._parts is None:
+        if self._shards is None:
             return groups
-        every = [p for group in groups for p in group["params"]]
-        return [{"params": [_hold_gradient(grad) for grad in self._parts.get_local_gradients(every)]}]
+        parameters = [p for group in groups for p in group["params"]]
+        return [{"params": [_make_parameter(grad) for grad in self._shards.get_local_gradients(parameters)]}]
 
     def step(self) -> None:
+        """Make the update. The scaler calls it unless a gradient overflowed."""
         self.did_step = True
         self.run()
 
 
-def _hold_gradient(grad: torch.Tensor) -> torch.Tensor:
+def _make_parameter(grad: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose `grad` is the given gradient, so that the scaler treats it as a parameter."""
-    held = grad.detach()
-    held.grad = grad
-    return held
+    parameter = grad.detach()
+    parameter.grad = grad
+    return parameter
 
 
 class Fp16Precision(Bf16Precision):
@@ -60,16 +67,16 @@ class Fp16Precision(Bf16Precision):
     Args:
         hardware: Device type that this process computes on.
         options: Options for autocast and the gradient scaler.
-        parts: Object that returns this rank's shards of the gradients (the strategy). Default: None, gradients are
+        shards: Object that returns this rank's shards of the gradients (the strategy). Default: None, gradients are
             unsharded.
     """
 
     name = "fp16"
     dtype = torch.float16
 
-    def __init__(self, hardware: Hardware, options: EngineOptions, parts: GradientParts | None = None) -> None:
+    def __init__(self, hardware: Hardware, options: EngineOptions, shards: GradientShards | None = None) -> None:
         super().__init__(hardware, options)
-        self._parts = None if parts is None or parts.capabilities.whole_gradients else parts
+        self._shards = None if shards is None or shards.capabilities.whole_gradients else shards
         chosen = options.scaler
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
             hardware.kind,
@@ -79,23 +86,30 @@ class Fp16Precision(Bf16Precision):
             growth_interval=chosen.growth_interval,
             enabled=chosen.enabled,
         )
-        self._probes: dict[int, _Probe] = {}
+        # By the ID of the optimizer. The two sets hold the IDs of optimizers that have unscaled their gradients, and of
+        # those that have stepped, since the loss scale last changed.
+        self._proxies: dict[int, _OptimizerProxy] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
-        self._dropped: list[_Probe] = []
-        self._num_scaled = 0
-        self._unscaled_after: dict[int, int] = {}
+        # Proxies of gradients that were unscaled and then discarded. The scaler still needs them until `update`.
+        self._discarded_proxies: list[_OptimizerProxy] = []
+        # Number of losses that were scaled so far, and its value when each optimizer last unscaled its gradients.
+        self._num_scaled_losses = 0
+        self._num_losses_at_unscale: dict[int, int] = {}
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale, in float32 because a scale of 65536 overflows in float16.
 
         If the scaler is disabled, return the loss in float32.
         """
-        self._num_scaled += 1
+        self._num_scaled_losses += 1
         return self.scaler.scale(loss.float())
 
     def get_gradient_scale(self) -> float:
-        """Return the current loss scale. Synchronizes the host with the device."""
+        """Return the current loss scale, by which gradients are multiplied. The host waits for the device.
+
+        Return 1.0 if the scaler is disabled.
+        """
         return self.scaler.get_scale()
 
     def unscale_norm(self, norm: torch.Tensor) -> torch.Tensor:
@@ -112,11 +126,11 @@ class Fp16Precision(Bf16Precision):
         Do nothing if no optimizer has stepped or discarded gradients since then. Also do nothing while an optimizer's
         gradients are unscaled: between its `unscale` and its `step` or `discard_gradients`.
         """
-        if (self._stepped or self._dropped) and self._unscaled <= self._stepped:
+        if (self._stepped or self._discarded_proxies) and self._unscaled <= self._stepped:
             self.scaler.update()
             self._unscaled.clear()
             self._stepped.clear()
-            self._dropped.clear()
+            self._discarded_proxies.clear()
 
     def adjust_if_all_stepped(self, num_optimizers: int) -> None:
         """Update the loss scale if all optimizers have stepped, so that no gradients of the old scale remain.
@@ -133,36 +147,39 @@ class Fp16Precision(Bf16Precision):
         Do nothing if they are already unscaled, or the scaler is disabled.
 
         Raises:
-            StateError: If a loss was scaled after the gradients were unscaled, without a step or `discard_gradients` in between.
+            StateError: If a loss was scaled after the gradients were unscaled, without a step or `discard_gradients` in
+                between. Its gradients were added to unscaled ones.
         """
         key = id(optimizer)
-        is_waiting = key in self._unscaled and key not in self._stepped
-        if is_waiting and self._unscaled_after.get(key, self._num_scaled) != self._num_scaled:
+        are_unscaled = key in self._unscaled and key not in self._stepped
+        if are_unscaled and self._num_losses_at_unscale.get(key, self._num_scaled_losses) != self._num_scaled_losses:
             raise StateError(_MIXED_SCALES)
-        self._unscaled_after[key] = self._num_scaled
+        self._num_losses_at_unscale[key] = self._num_scaled_losses
         self._unscale_once(optimizer)
 
     def _unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the optimizer's gradients, unless this was done since the loss scale last changed."""
         if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
-            self.scaler.unscale_(self._get_probe(optimizer))  # type: ignore[arg-type]
-            if self._parts is not None:
-                self._agree_on_overflow(self._get_probe(optimizer), self._parts)
+            self.scaler.unscale_(self._get_proxy(optimizer))  # type: ignore[arg-type]
+            if self._shards is not None:
+                self._agree_on_overflow(self._get_proxy(optimizer), self._shards)
             self._unscaled.add(id(optimizer))
 
-    def _agree_on_overflow(self, probe: _Probe, parts: GradientParts) -> None:
+    def _agree_on_overflow(self, proxy: _OptimizerProxy, shards: GradientShards) -> None:
         """Tell all ranks whether gradients overflowed on any rank, so that all of them skip the update if one did.
 
         Every rank must call it. It synchronizes the host with the device.
 
         Args:
-            probe: Proxy of the optimizer, whose gradients have just been unscaled.
-            parts: Object with the collectives over all ranks.
+            proxy: Proxy of the optimizer, whose gradients have just been unscaled.
+            shards: Object with the collectives over all ranks.
         """
-        found = self.scaler._per_optimizer_states[id(probe)]["found_inf_per_device"]
-        total = sum((each.item() for each in found.values()), 0.0)
-        (total,) = parts.everyone.reduce_numbers([total])
-        device = next(iter(found), torch.device(self._kind))
-        found[device] = torch.full((), total, dtype=torch.float32, device=device)
+        # By device: a tensor that is 1 if a gradient overflowed, else 0. Empty if this rank has no gradients.
+        overflows = self.scaler._per_optimizer_states[id(proxy)]["found_inf_per_device"]
+        own_total = sum((each.item() for each in overflows.values()), 0.0)
+        (total,) = shards.everyone.reduce_numbers([own_total])
+        device = next(iter(overflows), torch.device(self._kind))
+        overflows[device] = torch.full((), total, dtype=torch.float32, device=device)
 
     def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the optimizer's gradients are discarded without a step.
@@ -172,10 +189,10 @@ class Fp16Precision(Bf16Precision):
         """
         key = id(optimizer)
         if key in self._unscaled and key not in self._stepped:
-            # The next probe gets a new state in the scaler. An overflow in the old state still counts at the next
-            # adjustment.
+            # The next proxy gets a new state in the scaler. An overflow in the old state still counts when the loss scale
+            # is updated next.
             self._unscaled.remove(key)
-            self._dropped.append(self._probes.pop(key))
+            self._discarded_proxies.append(self._proxies.pop(key))
 
     def step(
         self,
@@ -201,15 +218,16 @@ class Fp16Precision(Bf16Precision):
                 "optimizer.step(closure) cannot be undone under fp16; use bf16, or step without a closure"
             )
         self._unscale_once(optimizer)
-        probe = self._get_probe(optimizer)
-        probe.did_step = False
-        probe.run = run or optimizer.step
-        self.scaler.step(probe)  # type: ignore[arg-type]
+        proxy = self._get_proxy(optimizer)
+        proxy.did_step = False
+        proxy.run = run or optimizer.step
+        self.scaler.step(proxy)  # type: ignore[arg-type]
         self._stepped.add(id(optimizer))
-        return probe.did_step
+        return proxy.did_step
 
-    def _get_probe(self, optimizer: torch.optim.Optimizer) -> _Probe:
-        return self._probes.setdefault(id(optimizer), _Probe(optimizer, self._parts))
+    def _get_proxy(self, optimizer: torch.optim.Optimizer) -> _OptimizerProxy:
+        """Return the optimizer's proxy, which is created at the first call and after `discard_gradients`."""
+        return self._proxies.setdefault(id(optimizer), _OptimizerProxy(optimizer, self._shards))
 
     def snapshot(self) -> Any:
         """Return copies of the loss scale, its growth tracker and the per-optimizer state for `restore`.
@@ -221,7 +239,14 @@ class Fp16Precision(Bf16Precision):
             return None
         tensors = [None if value is None else value.clone() for value in (scaler._scale, scaler._growth_tracker)]
         states = _copy_states(scaler._per_optimizer_states)
-        return tensors, states, dict(self._probes), set(self._unscaled), set(self._stepped), list(self._dropped)
+        return (
+            tensors,
+            states,
+            dict(self._proxies),
+            set(self._unscaled),
+            set(self._stepped),
+            list(self._discarded_proxies),
+        )
 
     def restore(self, snapshot: Any) -> None:
         """Restore the loss scale, its growth tracker and the per-optimizer state from a snapshot.
@@ -230,15 +255,15 @@ class Fp16Precision(Bf16Precision):
         """
         if snapshot is None:
             return
-        (scale, growth), states, probes, unscaled, stepped, dropped = snapshot
+        (scale, growth), states, proxies, unscaled, stepped, dropped = snapshot
         scaler = self.scaler
         scaler._scale, scaler._growth_tracker = (None if v is None else v.clone() for v in (scale, growth))
         scaler._per_optimizer_states.clear()
         scaler._per_optimizer_states.update(_copy_states(states))
-        self._probes = dict(probes)
+        self._proxies = dict(proxies)
         self._unscaled = set(unscaled)
         self._stepped = set(stepped)
-        self._dropped = list(dropped)
+        self._discarded_proxies = list(dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state, after updating the loss scale for completed steps."""
@@ -249,10 +274,10 @@ class Fp16Precision(Bf16Precision):
         """Load the scaler's state, as returned by `state_dict`. Steps and gradients from before it are forgotten."""
         self.scaler.load_state_dict(state)
         self.scaler._per_optimizer_states.clear()
-        self._probes.clear()
+        self._proxies.clear()
         self._unscaled.clear()
         self._stepped.clear()
-        self._dropped.clear()
+        self._discarded_proxies.clear()
 
 
 def _copy_states(states: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -21,8 +21,8 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 
-class GradientParts(Protocol):
-    """Protocol of objects that return this rank's shards of the gradients, such as the strategy.
+class GradientShards(Protocol):
+    """Interface of objects that return this rank's shards of the gradients, such as the strategy.
 
     Attributes:
         capabilities: Capabilities of the strategy. Its field `whole_gradients` is True if each rank has all gradients,
@@ -66,21 +66,30 @@ class Precision:
         return loss
 
     def get_gradient_scale(self) -> float:
-        """Return the loss scale, by which gradients must be divided. Synchronizes the host with an accelerator."""
+        """Return the loss scale, by which gradients are multiplied until `unscale`. This base class returns 1.0.
+
+        With fp16, the host waits for the device.
+        """
         return 1.0
 
     def unscale_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Convert the norm of scaled gradients to the norm of unscaled gradients, without a host synchronization."""
+        """Return the norm that gradients would have without the loss scale, given the norm of scaled gradients.
+
+        The host does not wait for the device. This base class returns `norm` unchanged.
+        """
         return norm
 
     def update_scale(self) -> None:
-        """Update the loss scale for completed steps.
+        """Update the loss scale for completed steps. This base class does nothing.
 
-        Does nothing while an optimizer's gradients are unscaled: between its `unscale` and its `step` or `discard_gradients`.
+        With fp16, do nothing while an optimizer's gradients are unscaled: between its `unscale` and its `step` or
+        `discard_gradients`.
         """
 
     def adjust_if_all_stepped(self, num_optimizers: int) -> None:
         """Update the loss scale if all optimizers have stepped, so that a later read returns the new value.
+
+        This base class does nothing.
 
         Args:
             num_optimizers: Number of optimizers that step in each accumulation window.
@@ -136,15 +145,16 @@ def halve_embeddings(model: torch.nn.Module) -> torch.nn.Module:
     Enabled by `AutocastKwargs(half_residual=True)`. Outside of autocast, outputs are unchanged. If the model has no
     embeddings, a warning is logged. Return the model, which is changed in place.
     """
-    found = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    if not found:
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    if not embeddings:
         log.warning_once("half_residual=True has no effect on %s, which has no embeddings", type(model).__name__)
-    for module in found:
+    for module in embeddings:
         module.register_forward_hook(_cast_to_autocast_dtype)
     return model
 
 
 def _cast_to_autocast_dtype(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Forward hook that returns a float32 output in autocast's dtype, and any other output unchanged."""
     kind = output.device.type
     is_cast = torch.is_autocast_enabled(kind) and output.dtype == torch.float32
     return output.to(torch.get_autocast_dtype(kind)) if is_cast else output
