@@ -46,12 +46,12 @@ from headway.core.training.behavior import Behavior
 from headway.core.training.build import build_preparation, build_run, build_step, join_process, start_process
 from headway.core.training.checks.bypass import BypassDetector
 from headway.core.training.facts import publish_facts
+from headway.core.training.full_weights import FullWeights
 from headway.core.training.local_blocks import LocalTraining
 from headway.core.training.metrics import gather_for_metrics, warn_of_repeats
 from headway.core.training.prepared.optimizer import PreparedOptimizer
 from headway.core.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule
 from headway.core.training.settings import Settings, resolve_settings
-from headway.core.training.whole_weights import WholeWeights
 from headway.core.training.windows import LossPolicy
 from headway.core.weights.compiled import remove_wrappers, unwrap_compiled
 from headway.core.weights.export import save_object
@@ -267,7 +267,7 @@ class Accelerator(RankAware):
             has_checkpoints=checkpoint_folder.has_checkpoints,
             get_grad_norm=lambda: self._training_step.grad_norm,
         )
-        self._whole_weights = WholeWeights(run.strategy, run.runtime)
+        self._full_weights = FullWeights(run.strategy, run.runtime)
         self._facts = publish_facts(run)
         self._bypasses = run.runtime.scope.get_or_create(BypassDetector)
         self._registration = join_process(run, self._training_step, self._preparation)
@@ -870,7 +870,7 @@ class Accelerator(RankAware):
         check_save_arguments(save_model_func_kwargs)
         if weights not in (None, "huggingface"):
             raise ConfigError(f"save_state(weights={weights!r}); allowed: 'huggingface' or None")
-        also = None if weights is None else self._whole_weights.publish_all
+        also = None if weights is None else self._full_weights.save_all_pretrained
         return self._checkpoints.save(output_dir, blocking, metric, also)
 
     def wait_for_save(self) -> None:
@@ -1089,7 +1089,7 @@ class Accelerator(RankAware):
             StateError: If the model is sharded, and the process group has ended.
         """
         bare = unwrap_compiled(self.unwrap_model(model)) if unwrap else model
-        return self._whole_weights.state_dict(bare, is_bare=unwrap)
+        return self._full_weights.state_dict(bare, is_bare=unwrap)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write an object to a file with torch.save or safetensors, on the main process only.
@@ -1139,7 +1139,7 @@ class Accelerator(RankAware):
         bare = unwrap_compiled(self.unwrap_model(model))
         use = nullcontext if weights is None else extensions.load("feature", "average")(self._run.custom, bare, weights)
         with use():
-            self._whole_weights.save(bare, save_directory, max_shard_size, safe_serialization)
+            self._full_weights.save(bare, save_directory, max_shard_size, safe_serialization)
 
     def push_to_hub(
         self,
@@ -1175,7 +1175,7 @@ class Accelerator(RankAware):
         """
         bare = unwrap_compiled(self.unwrap_model(model))
         about = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
-        return self._whole_weights.push(bare, repo_id, parts, max_shard_size, about)
+        return self._full_weights.push_to_hub(bare, repo_id, parts, max_shard_size, about)
 
     def stream_weights(
         self, model: torch.nn.Module, bucket_size: int | str = "64MiB", merge_adapters: bool = False
@@ -1204,7 +1204,7 @@ class Accelerator(RankAware):
             ConfigError: If the state dict holds something other than tensors.
         """
         bare = unwrap_compiled(self.unwrap_model(model))
-        tensors = self._whole_weights.export(bare, "stream_weights")
+        tensors = self._full_weights.export(bare, "stream_weights")
         merged = bare if merge_adapters else None
         make_stream = extensions.load("feature", "stream_weights")
         stream: WeightBuckets = make_stream(tensors.items(), bucket_size, self.collectives, merged)

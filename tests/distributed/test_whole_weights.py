@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.core.training.gathered_tensors import GatheredTensor, gather_state, save_gathered
+from headway.core.training.gathered_tensors import GatheredTensor, gather_and_save, gather_state_dict
 from headway.core.weights.files import open_checkpoint
 from headway.errors import HeadwayError
 from headway.layouts.deepspeed.optimizer import make_piece
@@ -32,8 +32,8 @@ def save_whole_weights(folder):
         model, _, _ = make_parts(layout, world_size, 1)
         for number, tensor in number_tensors(model):  # tensors that the strategy does not shard must be equal
             assert tensor.shape, number
-        save_gathered(model.state_dict().items(), Path(folder, layout), "300B", collectives)
-        found = gather_state(model.state_dict().items(), collectives)
+        gather_and_save(model.state_dict().items(), Path(folder, layout), "300B", collectives)
+        found = gather_state_dict(model.state_dict().items(), collectives)
         if collectives.rank:
             assert found == {}
             continue
@@ -71,30 +71,32 @@ def collect_errors(folder):
     messages = []
     for tensors in (model.state_dict(), {**model.state_dict(), "complex": torch.ones(1, dtype=torch.complex128)}):
         try:
-            save_gathered(tensors.items(), path if len(messages) == 0 else Path(folder, "new"), "300B", collectives)
+            gather_and_save(tensors.items(), path if len(messages) == 0 else Path(folder, "new"), "300B", collectives)
         except HeadwayError as error:
             messages.append(str(error))
-    save_gathered(model.state_dict().items(), Path(folder, "good"), "300B", collectives)  # the ranks are still in step
+    gather_and_save(
+        model.state_dict().items(), Path(folder, "good"), "300B", collectives
+    )  # the ranks are still in step
     if collectives.rank:
         model.register_buffer("more", torch.ones(1))
     own = {"one": model.first.weight} if collectives.rank else {"other": model.first.weight}
     try:
-        gather_state(own.items(), collectives)
+        gather_state_dict(own.items(), collectives)
     except HeadwayError as error:
         messages.append(str(error))
     part = make_piece((4,), torch.ones(1), collectives.rank, True)
     try:
-        gather_state([("half", part)], collectives)  # no rank has the last two values
+        gather_state_dict([("half", part)], collectives)  # no rank has the last two values
     except HeadwayError as error:
         messages.append(str(error))
     with pytest.MonkeyPatch.context() as patch:
         if collectives.rank == 0:
             patch.setattr(GatheredTensor, "assemble", raise_memory_error)
         try:
-            gather_state(model.state_dict().items(), collectives)
+            gather_state_dict(model.state_dict().items(), collectives)
         except (HeadwayError, MemoryError) as error:
             messages.append(str(error))
-    found = gather_state([("weight", model.first.weight), ("first._extra_state", {"count": 3})], collectives)
+    found = gather_state_dict([("weight", model.first.weight), ("first._extra_state", {"count": 3})], collectives)
     assert found.get("first._extra_state") == (None if collectives.rank else {"count": 3})
     return messages
 
@@ -123,7 +125,7 @@ def measure_peak(folder):
             make_values((ROWS, ROWS), number), mesh, [Shard(dim)], src_data_rank=None
         )
     with AnonymousMemoryPeak() as memory:
-        save_gathered(tensors.items(), folder, "10GB", collectives)
+        gather_and_save(tensors.items(), folder, "10GB", collectives)
     return memory.most
 
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from headway import Accelerator
+from headway.core.training.full_weights import FullWeights
 from headway.core.training.gathered_tensors import GatheredTensor
-from headway.core.training.whole_weights import WholeWeights
 from tests.distributed.ranks import run_ranks
 
 peft = pytest.importorskip("peft")
@@ -136,7 +136,7 @@ def save_in_each_way(folder: str) -> dict[str, int]:
             ways = {
                 "save_pretrained": lambda folder: model.save_pretrained(folder),
                 "save_state": lambda folder: accelerator.save_state(folder, weights="huggingface"),
-                "trainer": lambda folder: WholeWeights(accelerator.strategy, accelerator.runtime).save_adapters(
+                "trainer": lambda folder: FullWeights(accelerator.strategy, accelerator.runtime).save_adapters(
                     model, folder
                 ),
             }

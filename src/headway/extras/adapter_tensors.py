@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.training.gathered_tensors import gather_state
+from headway.core.training.gathered_tensors import gather_state_dict
 from headway.core.weights.module_copy import copy_with_tensors
 from headway.core.weights.pieces import is_sharded
 from headway.errors import CheckpointError
@@ -67,7 +67,7 @@ def gather_written_tensors(
             everyone,
             is_shared=True,
         )
-    gathered = gather_state(((name, each) for name, each in tensors.items() if name in names_to_write), everyone)
+    gathered = gather_state_dict(((name, each) for name, each in tensors.items() if name in names_to_write), everyone)
     return {**tensors, **placeholders, **gathered}  # PEFT expects a complete state dict
 
 

@@ -17,7 +17,7 @@ from headway.common.object_path import ObjectPath, to_path
 from headway.common.untrusted import read_regular_file
 from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from headway.core.checkpoint.loading.reading import find_tensor_offset, read_file_header, read_files
-from headway.core.training.gathered_tensors import run_on_rank_0, save_gathered
+from headway.core.training.gathered_tensors import gather_and_save, run_on_rank_0
 from headway.core.training.run import Run
 from headway.core.weights.compiled import remove_compiled_levels
 from headway.core.weights.export import save_weights
@@ -138,7 +138,7 @@ def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None
     else:
         everyone = run.strategy.everyone
         run_on_rank_0(remove_old_description, everyone)
-        save_gathered(state["average"].items(), place, "10GB", everyone)
+        gather_and_save(state["average"].items(), place, "10GB", everyone)
         run_on_rank_0(write_description, everyone)
 
 

@@ -19,8 +19,8 @@ from headway.core.runtime import process
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
 from headway.core.strategies.fully_sharded.dtensors import copy_full_values
+from headway.core.training.full_weights import FullWeights
 from headway.core.training.prepared.model import PreparedShard
-from headway.core.training.whole_weights import WholeWeights
 from headway.errors import UnsupportedError
 from headway.extras.adapter_tensors import (
     PROMPT_ENCODERS,
@@ -188,7 +188,7 @@ def _wrap_save(save: Callable[..., Any], strategy: Strategy, runtime: ProcessRun
         runtime: Runtime of this process.
     """
     signature = inspect.signature(save)
-    weights = WholeWeights(strategy, runtime)
+    weights = FullWeights(strategy, runtime)
 
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ def _save_gathered(
 def _gather_and_save(
     model: Any,
     arguments: Mapping[str, Any],
-    weights: WholeWeights,
+    weights: FullWeights,
     strategy: Strategy,
     write: Callable[[Mapping[str, torch.Tensor]], Any],
 ) -> Any:

@@ -14,7 +14,12 @@ import torch
 from headway.common.text import parse_bytes
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.blocks import find_outermost
-from headway.core.training.gathered_tensors import GatheredTensor, iterate_buckets, pass_by_all, wrap_sharded
+from headway.core.training.gathered_tensors import (
+    GatheredTensor,
+    discard_remaining,
+    iterate_buckets,
+    wrap_sharded_tensors,
+)
 from headway.core.training.interfaces import WeightBuckets
 from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items, unwrap_compiled
 from headway.core.weights.export import split_ties
@@ -58,7 +63,7 @@ class WeightStream(WeightBuckets):
     ) -> None:
         first_of_ties, tied_names = split_ties(tensors)
         # Sharded tensors, and those that are built on demand, are `GatheredTensor` objects.
-        self._tensors: Mapping[str, Any] = wrap_sharded(first_of_ties, everyone)
+        self._tensors: Mapping[str, Any] = wrap_sharded_tensors(first_of_ties, everyone)
         if adapted is not None:
             self._tensors = merge_adapters(adapted, self._tensors, tied_names)
         self._max_bytes = parse_bytes(bucket_size)
@@ -105,7 +110,7 @@ class WeightStream(WeightBuckets):
             if self._everyone.rank == 0:
                 return [(name, each.assemble() if isinstance(each, GatheredTensor) else each) for name, each in tensors]
         finally:  # on other ranks, and on rank 0 if it ran out of memory: the others still send
-            pass_by_all(each for _, each in tensors)
+            discard_remaining(each for _, each in tensors)
         return [(name, torch.empty(each.shape, dtype=each.dtype, device="meta")) for name, each in tensors]
 
 
@@ -166,7 +171,7 @@ class MergedLayer:
 
     def join_transfer(self) -> None:
         """Take part in the transfer of the layer's tensors to rank 0."""
-        pass_by_all(self._tensors.values())
+        discard_remaining(self._tensors.values())
 
     def take_tensor(self, name: str) -> torch.Tensor:
         """Return a merged tensor, and release the layer's reference to it.
@@ -195,11 +200,11 @@ class MergedTensor(GatheredTensor):
         self._layer, self._name = layer, name
 
     def assemble(self) -> torch.Tensor:
-        """Return the full tensor with merged adapters. Called on rank 0; the other ranks call `pass_by`."""
+        """Return the full tensor with merged adapters. Called on rank 0; the other ranks call `discard`."""
         self.is_done = True
         return self._layer.take_tensor(self._name)
 
-    def pass_by(self) -> None:
+    def discard(self) -> None:
         """Take part in the transfer of the layer's tensors to rank 0, without building the merged tensor."""
         self.is_done = True
         self._layer.join_transfer()

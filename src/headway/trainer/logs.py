@@ -13,7 +13,7 @@ from headway.accelerator import Accelerator
 from headway.common.object_path import open_writable, to_path
 from headway.core.memory.monitor import MemoryMonitor
 from headway.core.memory.use import memory_use
-from headway.core.training.whole_weights import WholeWeights
+from headway.core.training.full_weights import FullWeights
 from headway.core.weights.export import has_adapters, write_configurations
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
@@ -70,7 +70,7 @@ class FileMethods:
         folder = to_path(output_dir) if output_dir else self.args.folder
         save: Any = getattr(self.model, "save_pretrained", None)
         if state_dict is None and has_adapters(self.model):
-            WholeWeights(self.accelerator.strategy, self.accelerator.runtime).save_adapters(self.model, folder)
+            FullWeights(self.accelerator.strategy, self.accelerator.runtime).save_adapters(self.model, folder)
         elif state_dict is None or not callable(save):
             self.accelerator.save_model(self.model, folder)
         else:

@@ -1,4 +1,8 @@
-"""Gather sharded tensors on rank 0, one at a time, for a state dict or for plain weight files."""
+"""Sharded tensors that are gathered on rank 0, one at a time, for state dicts and weight files.
+
+While rank 0 works, for example writes a file, it requests the tensors one after another, and the other ranks send their
+shards of each. All ranks use one order, so that each rank sends what rank 0 expects.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,25 +32,25 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _T = TypeVar("_T")
-_BLOCK = 16 * 2**20
+_MESSAGE_BYTES = 16 * 2**20
 """Bytes per message between ranks."""
 
 
-def iterate_buckets(items: Iterable[tuple[_T, int]], most: int) -> Iterator[list[_T]]:
-    """Yield items in order, in buckets of at most `most` bytes. A larger item gets a bucket for itself.
+def iterate_buckets(items: Iterable[tuple[_T, int]], bucket_size: int) -> Iterator[list[_T]]:
+    """Yield items in order, in buckets of at most `bucket_size` bytes. A larger item gets a bucket for itself.
 
     Args:
         items: Pairs of (item, size in bytes).
-        most: Largest size of a bucket in bytes.
+        bucket_size: Largest size of a bucket in bytes.
     """
     bucket: list[_T] = []
-    room = most
+    remaining = bucket_size
     for item, size in items:
-        if bucket and size > room:
+        if bucket and size > remaining:
             yield bucket
-            bucket, room = [], most
+            bucket, remaining = [], bucket_size
         bucket.append(item)
-        room -= size
+        remaining -= size
     if bucket:
         yield bucket
 
@@ -57,6 +61,11 @@ class GatheredTensor:
     Args:
         piece: This rank's shard of the tensor.
         collectives: Collectives over all ranks.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        dtype: Dtype of the tensor.
+        is_done: Whether the tensor was gathered, or this rank has taken part in its gather.
     """
 
     def __init__(self, piece: ShardPiece, collectives: Collectives) -> None:
@@ -71,13 +80,16 @@ class GatheredTensor:
 
         Rank 0 needs memory for the tensor and for one received part of it.
         """
-        is_here = self._collectives.rank == 0
-        out = torch.empty(self.shape, dtype=self.dtype, device="cpu" if is_here else "meta")
-        self._send_to_rank0(out if is_here else None)
+        is_rank_0 = self._collectives.rank == 0
+        out = torch.empty(self.shape, dtype=self.dtype, device="cpu" if is_rank_0 else "meta")
+        self._send_to_rank0(out if is_rank_0 else None)
         return out
 
-    def pass_by(self) -> None:
-        """Take part in the gather without keeping the values, so that the other ranks can continue."""
+    def discard(self) -> None:
+        """Take part in the gather without keeping the values, so that the other ranks can continue.
+
+        The other ranks send their shards. Rank 0 receives and drops them.
+        """
         self._send_to_rank0(None)
 
     def _send_to_rank0(self, out: torch.Tensor | None) -> None:
@@ -95,50 +107,59 @@ class GatheredTensor:
             if rank == source == 0 and out is not None:
                 view_as_bits(out[make_slices(offsets, shape)]).copy_(view_as_bits(own[offsets]))
             elif rank == source != 0:
-                self._send_blocks(get_raw_bytes(own[offsets]))
+                self._send_box(get_raw_bytes(own[offsets]))
             elif rank == 0 and source != 0:
-                self._receive_blocks(out, offsets, shape, source)
+                self._receive_box(out, offsets, shape, source)
 
     def _iterate_boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Yield the rectangular parts that make up the full tensor, as tuples (sending rank, offsets, shape)."""
         split = self._piece.split
-        if split is None:
+        if split is None:  # the split does not follow a rule, so ranks tell each other their boxes
             own = [(box.offsets, tuple(box.values.shape)) for box in self._piece.boxes if box.is_written]
             for rank, boxes in enumerate(self._collectives.gather_objects(own)):
                 yield from ((rank, *box) for box in boxes)
             return
         yield from split.iterate_boxes()
 
-    def _send_blocks(self, flat: torch.Tensor) -> None:
-        for start in range(0, len(flat), _BLOCK):
-            self._collectives.send(flat[start : start + _BLOCK], 0)
+    def _send_box(self, data: torch.Tensor) -> None:
+        """Send the bytes of a box to rank 0, in several messages."""
+        for start in range(0, len(data), _MESSAGE_BYTES):
+            self._collectives.send(data[start : start + _MESSAGE_BYTES], 0)
 
-    def _receive_blocks(
+    def _receive_box(
         self, out: torch.Tensor | None, offsets: tuple[int, ...], shape: tuple[int, ...], source: int
     ) -> None:
+        """Receive a box from another rank, and copy it into the full tensor.
+
+        Args:
+            out: Full tensor. None: drop the values.
+            offsets: Index of the box's first element in the full tensor, by dimension.
+            shape: Shape of the box.
+            source: Rank that sends it.
+        """
         num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
         if out is None:
-            scratch = torch.empty(min(_BLOCK, num_bytes), dtype=torch.uint8)
-            for start in range(0, num_bytes, _BLOCK):
-                self._collectives.receive(scratch[: min(_BLOCK, num_bytes - start)], source)
+            scratch = torch.empty(min(_MESSAGE_BYTES, num_bytes), dtype=torch.uint8)
+            for start in range(0, num_bytes, _MESSAGE_BYTES):
+                self._collectives.receive(scratch[: min(_MESSAGE_BYTES, num_bytes - start)], source)
             return
         target = out[make_slices(offsets, shape)]
         box = target if target.is_contiguous() else torch.empty(shape, dtype=self.dtype)
-        flat = get_raw_bytes(box)  # a view of `box`: it is contiguous and on the CPU
-        for start in range(0, num_bytes, _BLOCK):
-            self._collectives.receive(flat[start : start + _BLOCK], source)
+        data = get_raw_bytes(box)  # a view of `box`: it is contiguous and on the CPU
+        for start in range(0, num_bytes, _MESSAGE_BYTES):
+            self._collectives.receive(data[start : start + _MESSAGE_BYTES], source)
         if box is not target:
             view_as_bits(target).copy_(view_as_bits(box))
 
 
-def pass_by_all(tensors: Iterable[Any]) -> None:
+def discard_remaining(tensors: Iterable[Any]) -> None:
     """Take part in the gathers of all tensors that have not been gathered yet. Other objects are ignored."""
     for each in tensors:
         if isinstance(each, GatheredTensor) and not each.is_done:
-            each.pass_by()
+            each.discard()
 
 
-def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+def wrap_sharded_tensors(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
     """Return the tensors by name, with a `GatheredTensor` in place of each sharded tensor.
 
     Every rank must call this function with the same names.
@@ -153,27 +174,31 @@ def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[s
     """
     cutter = ShardCutter()
     pieces = {name: cutter.cut_tensor(each) if is_dtensor(each) else each for name, each in tensors.items()}
-    spread = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
-    told = [
+    sharded = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
+    descriptions = [
         (name, each.shape, str(each.dtype), each.split and (each.split.size_runs, each.split.writer_progressions))
-        for name, each in spread.items()
+        for name, each in sharded.items()
     ]
-    brought = {
+    # Values that this rank contributes to tensors whose split does not follow a rule.
+    own_counts = {
         name: sum(box.values.numel() for box in each.boxes if box.is_written)
-        for name, each in spread.items()
+        for name, each in sharded.items()
         if each.split is None
     }
-    answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
-    if len({found for found, _ in answers}) > 1:
+    digest = hashlib.sha256(repr(descriptions).encode()).hexdigest()
+    all_ranks: list[tuple[str, list[int]]] = collectives.gather_objects((digest, list(own_counts.values())))
+    if len({digest for digest, _ in all_ranks}) > 1:
         raise CheckpointError("the ranks have different sharded tensors; pass the same model on every rank")
-    for name, *numbers in zip(brought, *(each for _, each in answers)):
-        wanted, there = prod(pieces[name].shape), sum(numbers)
-        if there != wanted:  # a missing part would be uninitialized memory
-            raise CheckpointError(f"{name} has {wanted:,} values, but the ranks' parts of it have {there:,} in total")
-    return pieces | {name: GatheredTensor(each, collectives) for name, each in spread.items()}
+    for name, *counts in zip(own_counts, *(each for _, each in all_ranks)):
+        num_values, num_contributed = prod(pieces[name].shape), sum(counts)
+        if num_contributed != num_values:  # a missing part would be uninitialized memory
+            raise CheckpointError(
+                f"{name} has {num_values:,} values, but the ranks' parts of it have {num_contributed:,} in total"
+            )
+    return pieces | {name: GatheredTensor(each, collectives) for name, each in sharded.items()}
 
 
-def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
+def gather_state_dict(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
     """Return a state dict of full tensors. Every rank calls it.
 
     If any tensor is sharded, only rank 0 gets the tensors, with the gathered ones on the CPU. The other ranks get an
@@ -187,23 +212,25 @@ def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -
         CheckpointError: On every rank, if ranks hold different tensors, or part of one is missing. If rank 0 fails to
             gather, it raises its own error, and the other ranks raise CheckpointError.
     """
-    named = dict(tensors)
-    if not any(map(is_sharded, named.values())):
-        return named
-    values = {name: each for name, each in named.items() if isinstance(each, torch.Tensor) or is_sharded(each)}
-    kept, tied = split_ties(values.items())
-    whole = wrap_sharded(kept, collectives)
+    by_name = dict(tensors)
+    if not any(map(is_sharded, by_name.values())):
+        return by_name
+    values = {name: each for name, each in by_name.items() if isinstance(each, torch.Tensor) or is_sharded(each)}
+    # Of tied tensors only the first is gathered. `tied` maps the names of the others to its name.
+    untied, tied = split_ties(values.items())
+    wrapped = wrap_sharded_tensors(untied, collectives)
 
-    def put_together() -> dict[str, torch.Tensor]:
-        found = named | {
-            name: each.assemble() if isinstance(each, GatheredTensor) else each for name, each in whole.items()
+    def assemble_all() -> dict[str, torch.Tensor]:
+        gathered = {
+            name: each.assemble() if isinstance(each, GatheredTensor) else each for name, each in wrapped.items()
         }
-        return {name: found[tied.get(name, name)] for name in named}
+        result = by_name | gathered
+        return {name: result[tied.get(name, name)] for name in by_name}
 
-    return run_on_rank_0(put_together, collectives, whole, list(whole)) or {}
+    return run_on_rank_0(assemble_all, collectives, wrapped, list(wrapped)) or {}
 
 
-def save_gathered(
+def gather_and_save(
     tensors: Iterable[tuple[str, Any]], folder: str | Path, max_shard_size: int | str, collectives: Collectives
 ) -> None:
     """Gather sharded tensors and write all tensors from rank 0, as `save_weights` does. Every rank calls it.
@@ -220,49 +247,54 @@ def save_gathered(
         CheckpointError: On every rank, if ranks hold different tensors, or part of one is missing. If rank 0 fails to
             write, it raises its own error, and the other ranks raise CheckpointError.
     """
-    named = list(tensors)
-    kept, tied = split_ties(named)
-    whole = wrap_sharded(kept, collectives)
-    every = [(name, whole[tied.get(name, name)]) for name, _ in named]
+    items = list(tensors)
+    # Of tied tensors only the first is gathered. `tied` maps the names of the others to its name.
+    untied, tied = split_ties(items)
+    wrapped = wrap_sharded_tensors(untied, collectives)
+    all_wrapped = [(name, wrapped[tied.get(name, name)]) for name, _ in items]
     run_on_rank_0(
-        lambda: save_weights(every, folder, max_shard_size), collectives, whole, list_write_order(whole, max_shard_size)
+        lambda: save_weights(all_wrapped, folder, max_shard_size),
+        collectives,
+        wrapped,
+        list_write_order(wrapped, max_shard_size),
     )
 
 
 def run_on_rank_0(
-    act: Callable[[], _T],
+    function: Callable[[], _T],
     collectives: Collectives,
-    whole: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
     order: Iterable[str] = (),
 ) -> _T | None:
-    """Run `act` on rank 0 while the other ranks send it the tensors in the given order, and then wait for its end.
+    """Run a function on rank 0 while the other ranks send it the tensors in the given order, and then wait for its end.
 
-    If `act` fails, rank 0 still receives the remaining tensors, so that all ranks continue together.
+    If the function fails, rank 0 still receives the remaining tensors, so that all ranks continue together.
 
     Args:
-        act: Function that rank 0 calls, such as one that writes a file.
+        function: Function that rank 0 calls, such as one that writes a file. It may assemble tensors of `tensors`.
         collectives: Collectives over all ranks.
-        whole: Tensors by name, sharded ones as `GatheredTensor`. None: `act` needs none.
-        order: Names in the order in which `act` requests them.
+        tensors: Tensors by name, sharded ones as `GatheredTensor`. None: the function needs none.
+        order: Names in the order in which the function requests them.
 
     Returns:
-        The result of `act` on rank 0, and None on the other ranks.
+        The result of the function on rank 0, and None on the other ranks.
 
     Raises:
-        CheckpointError: On the other ranks, if `act` fails. Rank 0 raises the error of `act`.
+        CheckpointError: On the other ranks, if the function fails. Rank 0 raises the function's own error.
     """
     result: _T | None = None
     failure: Exception | None = None
     try:
         if collectives.rank == 0:
-            result = act()
+            result = function()
     except Exception as error:
         failure = error
     # Other ranks send what rank 0 requests. After a failure rank 0 receives the rest, so that no sender waits.
-    pass_by_all(whole[name] for name in order if whole is not None)
-    told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if tensors is not None:
+        discard_remaining(tensors[name] for name in order)
+    reason = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    if told is not None:
-        raise CheckpointError(f"rank 0 could not put the weights together, or write them: {told}")
+    if reason is not None:
+        raise CheckpointError(f"rank 0 could not put the weights together, or write them: {reason}")
     return result

@@ -1,6 +1,7 @@
-"""Load pretrained checkpoints into models, before or after `prepare`.
+"""Pretrained checkpoints that `Accelerator.load_weights` reads into models.
 
-Each rank reads only its own shards, once, and directly into the model's tensors.
+Names and shapes are checked at once, and values are read when the model is prepared, so that a model on the meta device
+never needs memory for all of it. Each rank reads only its own shards, once, and directly into the model's tensors.
 """
 
 import weakref
@@ -24,23 +25,19 @@ from headway.core.weights.names import (
     map_ties,
     match_names,
 )
-from headway.core.weights.pieces import (
-    get_memory_key,
-    list_own_boxes,
-    make_slices,
-)
+from headway.core.weights.pieces import get_memory_key, list_own_boxes, make_slices
 from headway.errors import CheckpointError
 from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_WRAPPED = "base_layer."
+_ADAPTED_LAYER = "base_layer."
 """Name prefix of tensors in the original layer that a PEFT layer adapts and keeps as its attribute `base_layer`."""
 
 
 def _remove_levels(name: str) -> str:
     """Return a tensor's name without the components that adapters and `torch.compile` insert."""
-    return remove_compiled_levels(name).replace(_WRAPPED, "")
+    return remove_compiled_levels(name).replace(_ADAPTED_LAYER, "")
 
 
 def _map_bare_locations(model: torch.nn.Module) -> dict[str, TensorLocation]:
@@ -48,12 +45,13 @@ def _map_bare_locations(model: torch.nn.Module) -> dict[str, TensorLocation]:
 
     Adapter tensors are left out.
     """
-    adapted = [f"{path}." for path, module in model.named_modules() if hasattr(module, "base_layer")]
-    return {
-        _remove_levels(name): place
-        for name, place in map_locations(model).items()
-        if _WRAPPED in name or not name.startswith(tuple(adapted))
-    }
+    adapted_layers = tuple(f"{path}." for path, module in model.named_modules() if hasattr(module, "base_layer"))
+    locations = {}
+    for name, location in map_locations(model).items():
+        is_of_adapter = name.startswith(adapted_layers) and _ADAPTED_LAYER not in name
+        if not is_of_adapter:
+            locations[_remove_levels(name)] = location
+    return locations
 
 
 class PretrainedWeights:
@@ -64,24 +62,30 @@ class PretrainedWeights:
         source: Checkpoint, as for `open_checkpoint`.
         strict: Whether names unknown to the model and missing persistent buffers are an error.
 
+    Attributes:
+        source: Checkpoint as text, for messages.
+        names: Names of the model's tensors that the checkpoint fills, without the components that adapters and
+            `torch.compile` insert. All names of a tied tensor are included.
+
     Raises:
         CheckpointError: If the checkpoint is missing, damaged, or does not fit the model.
     """
 
     def __init__(self, model: torch.nn.Module, source: str | Path, strict: bool) -> None:
         self.source = str(source)
-        opened, places = open_checkpoint(source), _map_bare_locations(model)
-        self._model, self._opened = model, opened
-        self._stored: dict[str, StoredTensor] = opened.tensors
-        self._sources: TensorSources = match_names(model, places, opened, strict, computes_buffers=True)
-        groups = map_ties(places)
-        self.names = {name for found in self._sources.shapes for name in groups.get(found, [found])}
+        self._model = model
+        self._opened = open_checkpoint(source)
+        self._stored: dict[str, StoredTensor] = self._opened.tensors  # by name in the checkpoint
+        locations = _map_bare_locations(model)
+        self._sources: TensorSources = match_names(model, locations, self._opened, strict, computes_buffers=True)
+        ties = map_ties(locations)
+        self.names = {name for source_name in self._sources.shapes for name in ties.get(source_name, [source_name])}
 
     def read(self, tensors: Mapping[str, Any], everyone: Collectives) -> int:
         """Fill the given tensors of the model from the checkpoint. Every rank must call this method.
 
         If transformers has to convert a weight after reading, one rank reads and converts it, and broadcasts the
-        result.
+        result. Afterwards, load the extra states of modules (`set_extra_state`) from the checkpoint.
 
         Args:
             tensors: Tensors to fill, by their names in the model.
@@ -93,30 +97,32 @@ class PretrainedWeights:
         Raises:
             CheckpointError: On every rank, if a file could not be read on one of them, or ranks see different files.
         """
-        seen = [(name, each.shape, str(each.dtype)) for name, each in sorted(self._stored.items())]
-        if len({row[0] for row in everyone.gather_numbers([digest_text(repr(seen))])}) > 1:
+        descriptions = [(name, each.shape, str(each.dtype)) for name, each in sorted(self._stored.items())]
+        digests = everyone.gather_numbers([digest_text(repr(descriptions))])
+        if any(digest != digests[0] for digest in digests):
             raise CheckpointError(f"{self.source} contains other tensors on some ranks; give all ranks the same files")
-        done = set[Any]()
-        num_read = 0
+        filled = set[Any]()  # memory of tensors that have been filled, because tied tensors share it
+        num_bytes = 0
 
-        def read_own() -> None:
-            nonlocal num_read
+        def read_unconverted() -> None:
+            nonlocal num_bytes
             for name, key in self._sources.direct.items():
                 if name not in tensors:
                     raise CheckpointError(f"the model had {name} when load_weights() was called, and has none now")
-                if (memory := get_memory_key(tensors[name])) in done:
+                memory = get_memory_key(tensors[name])
+                if memory in filled:
                     continue
-                done.add(memory)
+                filled.add(memory)
                 for offsets, box in list_own_boxes(tensors[name]):
                     self._stored[key].fill(box, offsets)
-                    num_read += box.numel() * self._stored[key].dtype.itemsize
+                    num_bytes += box.numel() * self._stored[key].dtype.itemsize
 
         with torch.no_grad():
-            self._on_all(read_own, everyone)
+            self._run_on_all(read_unconverted, everyone)
             for number, conversion in enumerate(self._sources.conversions):
-                num_read += self._run_conversion(conversion, number % everyone.world_size, tensors, everyone)
-        self._on_all(lambda: load_extra_states(self._model, self._sources, self._opened), everyone)
-        return num_read
+                num_bytes += self._run_conversion(conversion, number % everyone.world_size, tensors, everyone)
+        self._run_on_all(lambda: load_extra_states(self._model, self._sources, self._opened), everyone)
+        return num_bytes
 
     def _run_conversion(
         self, conversion: Conversion, rank: int, tensors: Mapping[str, Any], everyone: Collectives
@@ -132,44 +138,50 @@ class PretrainedWeights:
         Returns:
             Number of bytes that this rank has read.
         """
-        made: dict[str, torch.Tensor] = {}
-        is_here = everyone.rank == rank
+        converted: dict[str, torch.Tensor] = {}
+        is_reader = everyone.rank == rank
 
         def convert_values() -> None:
-            if is_here:
-                made.update(conversion.run(self._read_whole))
+            if is_reader:
+                converted.update(conversion.run(self._read_full_tensor))
 
-        self._on_all(convert_values, everyone)
-        names: list[str] = everyone.broadcast_object(list(made), rank)
+        self._run_on_all(convert_values, everyone)
+        names: list[str] = everyone.broadcast_object(list(converted), rank)
         for name in names:
             shape, dtype = self._sources.shapes[name]
-            value = made.pop(name).contiguous() if is_here else torch.empty(shape, dtype=dtype)
+            value = converted.pop(name).contiguous() if is_reader else torch.empty(shape, dtype=dtype)
             everyone.broadcast_into([value], rank)
             for offsets, box in list_own_boxes(tensors[name]):
                 box.copy_(value[make_slices(offsets, box.shape)])
-        return sum(self._stored[key].num_bytes for key, _ in conversion.sources) if is_here else 0
+        return sum(self._stored[key].num_bytes for key, _ in conversion.sources) if is_reader else 0
 
-    def _read_whole(self, key: str) -> torch.Tensor:
+    def _read_full_tensor(self, key: str) -> torch.Tensor:
+        """Read a tensor of the checkpoint into host memory.
+
+        Args:
+            key: Name of the tensor in the checkpoint.
+        """
         stored = self._stored[key]
-        made = torch.empty(stored.shape, dtype=stored.dtype)
-        stored.fill(made, (0,) * made.ndim)
-        return made
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        stored.fill(tensor, (0,) * tensor.ndim)
+        return tensor
 
-    def _on_all(self, act: Callable[[], None], everyone: Collectives) -> None:
-        """Call `act` on every rank.
+    def _run_on_all(self, function: Callable[[], None], everyone: Collectives) -> None:
+        """Call a function on every rank, and exchange whether it failed.
 
         Raises:
-            CheckpointError: On every rank, if `act` failed on one of them.
+            CheckpointError: On every rank, if the function failed on one of them.
         """
         failure: Exception | None = None
         try:
-            act()
+            function()
         except Exception as error:
             failure = error
-        told = [text for text in everyone.gather_objects(failure and f"{type(failure).__name__}: {failure}") if text]
-        if told:
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        reasons = [each for each in everyone.gather_objects(reason) if each is not None]
+        if reasons:
             raise CheckpointError(
-                f"{self.source} could not be read completely, so the model contains a mixture of old and new weights: {told[0]}"
+                f"{self.source} could not be read completely, so the model contains a mixture of old and new weights: {reasons[0]}"
             ) from failure
 
 
@@ -182,59 +194,67 @@ class PretrainedLoads:
 
     def __init__(self, strategy: CheckpointStrategy) -> None:
         self._strategy = strategy
-        self._waiting: weakref.WeakKeyDictionary[torch.nn.Module, PretrainedWeights] = weakref.WeakKeyDictionary()
+        self._registered: weakref.WeakKeyDictionary[torch.nn.Module, PretrainedWeights] = weakref.WeakKeyDictionary()
 
-    def add(self, part: torch.nn.Module, source: str | Path, strict: bool, prepared: Iterable[torch.nn.Module]) -> None:
+    def add(
+        self, module: torch.nn.Module, source: str | Path, strict: bool, prepared: Iterable[torch.nn.Module]
+    ) -> None:
         """Register a checkpoint for a model, or for part of one.
 
         If the model is prepared, the checkpoint is read at once, and every rank must call this method. Otherwise
         `prepare()` reads it.
 
         Args:
-            part: Model or part of one.
+            module: Model or part of one.
             source: Checkpoint, as for `open_checkpoint`.
             strict: Whether names unknown to the model and missing persistent buffers are an error.
             prepared: All prepared models.
 
         Raises:
-            CheckpointError: If the checkpoint is missing, damaged, or does not fit the model.
+            CheckpointError: If the checkpoint is missing, damaged, or does not fit the model. If the checkpoint is read
+                at once, also on every rank if one of them could not read a file.
         """
-        whole = next((model for model in prepared if any(part is inner for inner in model.modules())), None)
-        if whole is not None:
-            self._strategy.free_gathered(whole)
-        self._waiting[part] = PretrainedWeights(part, source, strict)
-        if whole is not None:
-            self.read(whole)
+        model = next((each for each in prepared if any(module is inner for inner in each.modules())), None)
+        if model is not None:
+            self._strategy.free_gathered(model)
+        self._registered[module] = PretrainedWeights(module, source, strict)
+        if model is not None:
+            self.read(model)
 
     def list_names(self, model: torch.nn.Module) -> set[str]:
         """Return the names of a model's tensors that will be filled from registered checkpoints."""
-        return {
-            f"{path}.{name}".lstrip(".")
-            for path, weights in self._find_waiting(model)
-            for name in map_locations(model.get_submodule(path))
-            if _remove_levels(name) in weights.names
-        }
+        names = set()
+        for path, weights in self._find_registered(model):
+            for name in map_locations(model.get_submodule(path)):
+                if _remove_levels(name) in weights.names:
+                    names.add(f"{path}.{name}".lstrip("."))
+        return names
 
-    def _find_waiting(self, model: torch.nn.Module) -> list[tuple[str, PretrainedWeights]]:
-        parts = [(path, part) for path, part in model.named_modules() if part in self._waiting]
-        return [(path, self._waiting[part]) for path, part in parts]
+    def _find_registered(self, model: torch.nn.Module) -> list[tuple[str, PretrainedWeights]]:
+        """Return pairs of (path of a module in the model, its checkpoint). The path of the model itself is ""."""
+        modules = [(path, module) for path, module in model.named_modules() if module in self._registered]
+        return [(path, self._registered[module]) for path, module in modules]
 
     def read(self, model: torch.nn.Module) -> None:
         """Read the registered checkpoints into a model after the strategy has set it up. All ranks call it.
 
-        Do nothing if no checkpoint is registered for the model or part of it.
+        Each checkpoint is read only once. Do nothing if none is registered for the model or part of it.
+
+        Raises:
+            CheckpointError: On every rank, if a file could not be read on one of them, or ranks see different files.
         """
-        found = self._find_waiting(model)
-        if not found:
+        registered = self._find_registered(model)
+        if not registered:
             return
         everyone = self._strategy.everyone
-        for path, weights in found:
+        for path, weights in registered:
             prefix = remove_compiled_levels(f"{path}.") if path else ""
-            exported = rename_bare_items(self._strategy.export_state(model))
-            tensors = {name: each for name, each in exported if name.startswith(prefix)}
-            own = {_remove_levels(name.removeprefix(prefix)): each for name, each in tensors.items()}
-            num_bytes = weights.read(own, everyone)
+            tensors = {}
+            for name, tensor in rename_bare_items(self._strategy.export_state(model)):
+                if name.startswith(prefix):
+                    tensors[_remove_levels(name.removeprefix(prefix))] = tensor
+            num_bytes = weights.read(tensors, everyone)
             log.info("%s: this rank has read its part, %s", weights.source, format_bytes(num_bytes))
         self._strategy.apply_loaded_values()
-        for part in list(model.modules()):
-            self._waiting.pop(part, None)
+        for module in list(model.modules()):
+            self._registered.pop(module, None)

@@ -16,7 +16,7 @@ from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
-from headway.core.training.gathered_tensors import gather_state, save_gathered
+from headway.core.training.gathered_tensors import gather_and_save, gather_state_dict
 from headway.core.weights.compiled import accept_bare_names, remove_compiled_levels, rename_bare_items
 from headway.core.weights.export import (
     has_adapters,
@@ -34,7 +34,7 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 
-class WholeWeights:
+class FullWeights:
     """Access to the full tensors of models, prepared or not.
 
     If a model is sharded, all ranks gather the tensors together.
@@ -47,13 +47,13 @@ class WholeWeights:
     def __init__(self, strategy: Strategy, runtime: ProcessRuntime) -> None:
         self._strategy = strategy
         self._runtime = runtime
-        self._lone_calls = RankConditionalCallCheck(runtime, strategy.name)
+        self._rank_check = RankConditionalCallCheck(runtime, strategy.name)
 
     def state_dict(self, model: torch.nn.Module, is_bare: bool = True) -> dict[str, torch.Tensor]:
         """Return the full tensors of a model by name.
 
-        For a sharded model, only rank 0 gets the tensors, with the gathered ones on the CPU. The other ranks get an
-        empty dict.
+        For a sharded model, all ranks must call it, and only rank 0 gets the tensors, with the gathered ones on the CPU.
+        The other ranks get an empty dict.
 
         Args:
             model: Model, prepared or not.
@@ -66,7 +66,7 @@ class WholeWeights:
         self._begin_gather(model, "get_state_dict")
         tensors = self._strategy.export_state(model)
         accept_bare_names(model)  # submodules may have been compiled since prepare()
-        return gather_state(rename_bare_items(tensors) if is_bare else tensors, self._strategy.everyone)
+        return gather_state_dict(rename_bare_items(tensors) if is_bare else tensors, self._strategy.everyone)
 
     def save(self, model: torch.nn.Module, folder: str | Path, max_shard_size: int | str, is_safe: bool) -> None:
         """Write the model's weights from rank 0, as safetensors or as one pickled file.
@@ -90,9 +90,9 @@ class WholeWeights:
         tensors = self.export(model, "save_model", is_safe)
         attended = self._runtime.scope.get_or_create(Attendance).find_participants("save_model")
         if is_safe and any(map(is_sharded, tensors.values())):
-            save_gathered(tensors.items(), folder, max_shard_size, everyone)
+            gather_and_save(tensors.items(), folder, max_shard_size, everyone)
         else:
-            tensors = gather_state(tensors.items(), everyone)
+            tensors = gather_state_dict(tensors.items(), everyone)
             if self._runtime.rank == attended.ranks[0]:
                 save_weights(tensors.items(), folder, max_shard_size) if is_safe else save_pickled(tensors, folder)
         if not (attended.absence or everyone.has_ended):
@@ -136,7 +136,7 @@ class WholeWeights:
             with open_writable(to_path(folder)) as local:
                 model.save_pretrained(local, state_dict=state)  # type: ignore[operator]
 
-    def publish(
+    def save_pretrained(
         self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
     ) -> None:
         """Write a directory that `from_pretrained` can open. Rank 0 writes it.
@@ -157,7 +157,7 @@ class WholeWeights:
         if self._runtime.rank == 0:
             write_configurations(model, folder, parts)
 
-    def publish_all(self, models: Sequence[torch.nn.Module], weights: object, folder: str) -> None:
+    def save_all_pretrained(self, models: Sequence[torch.nn.Module], weights: object, folder: str) -> None:
         """Write all models so that `from_pretrained` can open them. `save_state` calls this as a save hook.
 
         The first model is written to `folder` itself, the others to subdirectories `model_1`, `model_2` and so on.
@@ -170,17 +170,17 @@ class WholeWeights:
         for number, model in enumerate(models):
             place = Path(folder, f"model_{number}") if number else Path(folder)
             place.mkdir(parents=True, exist_ok=True)
-            self.publish(getattr(model, "_orig_mod", model), place, "10GB")
+            self.save_pretrained(getattr(model, "_orig_mod", model), place, "10GB")
 
-    def push(
+    def push_to_hub(
         self,
         model: torch.nn.Module,
         repo_id: str,
         parts: Sequence[object],
         max_shard_size: int | str,
-        about: Mapping[str, Any],
+        commit_options: Mapping[str, Any],
     ) -> str | None:
-        """Write a model to a temporary directory, as `publish` does, and upload it to the Hugging Face Hub from rank 0.
+        """Write a model to a temporary directory, as `save_pretrained` does, and upload it to the Hugging Face Hub from rank 0.
 
         All ranks must call this method if the model is sharded. Otherwise rank 0 can call it alone. If the upload
         fails, only rank 0 raises the error.
@@ -190,17 +190,19 @@ class WholeWeights:
             repo_id: Repository on the Hub: "name" or "owner/name".
             parts: Objects to upload in addition to the model, such as a tokenizer.
             max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
-            about: Keyword arguments of `push_folder`, such as `commit_message`.
+            commit_options: Keyword arguments of `push_folder`, such as `commit_message`.
 
         Returns:
             URL of the commit on rank 0, and None on the other ranks.
         """
-        with TemporaryDirectory(prefix="headway-push-") as folder:
-            self.publish(model, Path(folder), max_shard_size, parts)
-            return push_folder(Path(folder), repo_id, **about) if self._runtime.rank == 0 else None
+        with TemporaryDirectory(prefix="headway-push_to_hub-") as folder:
+            self.save_pretrained(model, Path(folder), max_shard_size, parts)
+            return push_folder(Path(folder), repo_id, **commit_options) if self._runtime.rank == 0 else None
 
     def export(self, model: torch.nn.Module, call: str, is_safe: bool = True) -> dict[str, Any]:
         """Return the model's tensors by name. Sharded tensors are not gathered: they contain this rank's shards.
+
+        The names have no prefixes of `torch.compile`. The quantization data of sharded bitsandbytes layers is included.
 
         Args:
             model: Model to export.
@@ -216,11 +218,11 @@ class WholeWeights:
         tensors = dict(rename_bare_items(self._strategy.export_state(model)))
         for path, module in model.named_modules():
             name = remove_compiled_levels(f"{path}.").removesuffix(".")
-            scales: Any = getattr(
-                module, "quant_state", None
-            )  # bitsandbytes expects quantization data on the weight, which is sharded
-            if scales is not None and is_sharded(tensors.get(f"{name}.weight")):
-                tensors |= {f"{name}.weight.{key}": value for key, value in scales.as_dict(packed=True).items()}
+            # bitsandbytes itself exports quantization data only from the weight, which sharding has replaced.
+            quant_state: Any = getattr(module, "quant_state", None)
+            if quant_state is not None and is_sharded(tensors.get(f"{name}.weight")):
+                quantization = quant_state.as_dict(packed=True)
+                tensors |= {f"{name}.weight.{key}": value for key, value in quantization.items()}
         if is_safe:
             _refuse_objects(tensors)
         return tensors
@@ -238,7 +240,7 @@ class WholeWeights:
         """
         if not self._strategy.capabilities.lone_forward:
             self._strategy.everyone.ensure_connected(call)
-            self._lone_calls.check(f"{call}() is called", "putting whole weights together")
+            self._rank_check.check(f"{call}() is called", "putting whole weights together")
         self._strategy.free_gathered(model)
 
 
