@@ -34,7 +34,7 @@ def _make_axis_rank(axis: str, doc: str) -> property:
     """
 
     def read_coordinate(accelerator: "AccelerateMembers") -> int:
-        return accelerator._facts.chosen.layout.find_coordinates(accelerator.process_index)[axis]
+        return accelerator._facts.resolved_layout.layout.find_coordinates(accelerator.process_index)[axis]
 
     return property(read_coordinate, doc=doc)
 
@@ -186,7 +186,7 @@ class AccelerateMembers(RankAware):
             raise ConfigError(
                 "maybe_context_parallel(no_restore_buffers=...) holds a tensor that is not one of the buffers"
             )
-        if self._facts.chosen.layout.cp > 1:
+        if self._facts.resolved_layout.layout.cp > 1:
             log.info_once(
                 "maybe_context_parallel leaves its buffers whole: the prepared model cuts the sequences that it is given itself"
             )

@@ -50,7 +50,7 @@ def _start_runtime(options: Mapping[str, Any]) -> Collectives:
     the last Accelerator.
     """
     latest = AcceleratorFacts.latest
-    if not process.is_started() and latest is not None and latest.answers_after_end and not options:
+    if not process.is_started() and latest is not None and latest.is_available_after_end and not options:
         return latest.collectives
     process.start(**options)
     return collectives()
@@ -154,7 +154,7 @@ class PartialState(RankAware):
         process.reset()
         PartialState._values.clear()
         if AcceleratorFacts.latest is not None:
-            AcceleratorFacts.latest.answers_after_end = False
+            AcceleratorFacts.latest.is_available_after_end = False
 
     @property
     def initialized(self) -> bool:
@@ -281,7 +281,7 @@ class AcceleratorState(PartialState):
         None without an Accelerator. Also None if the script gave no ParallelismConfig, and the run uses DeepSpeed or
         each process holds a full replica of the model.
         """
-        return None if self._run is None else get_parallelism_config(self._run.chosen)
+        return None if self._run is None else get_parallelism_config(self._run.resolved_layout)
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
@@ -291,7 +291,7 @@ class AcceleratorState(PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         """Type of distribution, determined by world size, layout (FSDP or DEEPSPEED) and device type."""
-        return distributed_type(self.runtime, None if self._run is None else self._run.chosen)
+        return distributed_type(self.runtime, None if self._run is None else self._run.resolved_layout)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -303,12 +303,12 @@ class AcceleratorState(PartialState):
         """FSDP plugin of the Accelerator, or one that describes its sharding. None if parameters are not sharded."""
         if self._run is None or not self.is_fsdp2:
             return None
-        return get_fsdp_plugin(self._run.chosen)
+        return get_fsdp_plugin(self._run.resolved_layout)
 
     @property
     def torch_tp_plugin(self) -> TorchTensorParallelPlugin | None:
         """Tensor-parallel plugin that was passed to the Accelerator, or None."""
-        return None if self._run is None else self._run.chosen.plugins.get("torch_tp_plugin")
+        return None if self._run is None else self._run.resolved_layout.plugins.get("torch_tp_plugin")
 
     @property
     def device_mesh(self) -> Any:
@@ -321,7 +321,7 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """DeepSpeed's settings if the run uses DeepSpeed, else None."""
-        return None if self._run is None else cast("DeepSpeedPlugin | None", self._run.chosen.engine)
+        return None if self._run is None else cast("DeepSpeedPlugin | None", self._run.resolved_layout.engine)
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:

@@ -90,7 +90,8 @@ def build_run(
     )
     replays_batches = is_automatic(settings.microbatching, accumulation)
     strategy = choose_strategy(layout, collectives, mixed_precision, replays_batches)
-    scaling = layout.options.disable_loss_scaling() if strategy.capabilities.scales_losses else layout.options
+    # An engine such as DeepSpeed scales losses itself.
+    scaler_options = layout.options.disable_loss_scaling() if strategy.capabilities.scales_losses else layout.options
     loader_events = LoaderEvents()
     prepared = PreparedObjects(strategy.free_gathered)
     is_watched = pulse.is_watched() or runtime.world_size > 1
@@ -103,7 +104,7 @@ def build_run(
         compilation=settings.compilation,
         replays_batches=replays_batches,
         strategy=strategy,
-        precision=build_precision(mixed_precision, runtime.hardware, scaling, strategy),
+        precision=build_precision(mixed_precision, runtime.hardware, scaler_options, strategy),
         clock=UpdateClock(),
         events=loader_events,
         prepared=prepared,
@@ -172,16 +173,16 @@ def _compare_ranks(run: Run, *, is_weighed: bool, refuses_drift: bool) -> None:
         refuses_drift: Whether a difference between ranks is an error. If False, it causes one warning.
     """
     hooks = run.hooks
-    rows = RowCountCheck(run.windows)
-    replicas = ReplicaCheck(run.prepared, run.strategy, rows, refuses_drift)
-    hooks.gradients_final.append(replicas.count_reduction)
+    row_count_check = RowCountCheck(run.windows)
+    replica_check = ReplicaCheck(run.prepared, run.strategy, row_count_check, refuses_drift)
+    hooks.gradients_final.append(replica_check.count_reduction)
     # With automatic micro-batching, one update can be attempted several times. All ranks are at the same position right
     # after the reduction of gradients, so the replicas are compared there.
     checks = hooks.gradients_final if run.replays_batches else hooks.before_update
-    checks.append(replicas.check)
+    checks.append(replica_check.check)
     if run.strategy.data_shard.count > 1 and is_weighed:
-        hooks.before_forward.append(rows.record_rows)
-        hooks.unweighed.append(rows.warn_of_varying_rows)
+        hooks.before_forward.append(row_count_check.record_rows)
+        hooks.unweighed.append(row_count_check.warn_of_varying_rows)
 
 
 # ---------------------------------------------------------------- prepare
@@ -200,14 +201,17 @@ def build_preparation(run: Run, settings: Settings, step: TrainingStep, behavior
         ConfigError: If the rule for scheduler steps is unknown, or if two settings select it.
     """
     counts_micro_batches = settings.schedules_count_micro_batches or run.accumulation.adjust_scheduler
-    is_split = settings.loading.split_batches or (settings.global_batch_size is not None and not counts_micro_batches)
-    more_steps = 1 if is_split else run.strategy.data_shard.count
+    # If an update has as many samples as that of a single-process loop, that loop makes as many updates as this run.
+    has_equal_updates = settings.loading.split_batches or (
+        settings.global_batch_size is not None and not counts_micro_batches
+    )
+    num_processes = 1 if has_equal_updates else run.strategy.data_shard.count
     return Preparation(
         step=step,
         accelerators=run.runtime.scope.get_or_create(AcceleratorRegistry),
         loading=settings.loading,
         moves_objects=settings.moves_objects,
-        rule=choose_rule(settings.scheduler_ticks, counts_micro_batches, more_steps),
+        rule=choose_rule(settings.scheduler_ticks, counts_micro_batches, num_processes),
         follows_optimizer=settings.schedules_follow_updates,
         rng_types=settings.rng_types,
         global_batch_size=settings.global_batch_size,

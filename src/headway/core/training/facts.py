@@ -21,12 +21,13 @@ class AcceleratorFacts:
         latest: Description of the Accelerator that was created last, or None.
         collectives: Collectives over all processes.
         mixed_precision: "no", "bf16", "fp16" or "fp8".
-        windows: Weak reference to the accumulation windows.
+        windows: Weak reference to the accumulation windows. `accumulation` returns the windows themselves.
         adjust_scheduler: Whether the lengths of schedules are counted in micro-batches.
-        chosen: Layout of the run.
+        resolved_layout: Layout of the run, with its options.
         dynamo_plugin: Settings of torch.compile.
         device_mesh: torch's device mesh, or None if the layout has none.
-        answers_after_end: Whether state classes (such as PartialState) still describe the run after `end_training()`.
+        is_available_after_end: Whether state classes (such as PartialState) still describe the run after
+            `end_training()`.
     """
 
     latest: ClassVar["AcceleratorFacts | None"] = None
@@ -34,10 +35,10 @@ class AcceleratorFacts:
     mixed_precision: str
     windows: weakref.ref[AccumulationWindows]
     adjust_scheduler: bool
-    chosen: ResolvedLayout
+    resolved_layout: ResolvedLayout
     dynamo_plugin: TorchDynamoPlugin
     device_mesh: Any
-    answers_after_end: bool = True
+    is_available_after_end: bool = True
 
     @property
     def accumulation(self) -> AccumulationWindows | None:
@@ -52,7 +53,7 @@ def publish_facts(run: Run) -> AcceleratorFacts:
         mixed_precision=run.mixed_precision,
         windows=weakref.ref(run.windows),
         adjust_scheduler=run.accumulation.adjust_scheduler,
-        chosen=run.layout,
+        resolved_layout=run.layout,
         dynamo_plugin=run.compilation,
         device_mesh=getattr(run.strategy, "mesh", None),
     )

@@ -33,18 +33,17 @@ class NanOrigin:
     rank: int = 0
 
     def __str__(self) -> str:
-        rows = (
-            f", row{'s' if len(self.rows) > 1 else ''} {', '.join(map(str, self.rows))} of the batch"
-            if self.rows
-            else ""
-        )
-        what = {
+        start = {
             "weight": f"with {self.operation}, which holds values that are not finite",
             "input": f"with the values that were given to {self.operation}",
             "elsewhere": "with a tensor that no checked operation has produced",
         }.get(self.phase, f"in {self.phase} with {self.operation}")
-        where = f" in {self.module}" if self.module else ""
-        return f"it began {what}{where}{f' ({self.line})' if self.line else ''}{rows}, on rank {self.rank}"
+        module = f" in {self.module}" if self.module else ""
+        line = f" ({self.line})" if self.line else ""
+        rows = ""
+        if self.rows:
+            rows = f", row{'s' if len(self.rows) > 1 else ''} {', '.join(map(str, self.rows))} of the batch"
+        return f"it began {start}{module}{line}{rows}, on rank {self.rank}"
 
 
 class Proofs(Protocol):

@@ -4,7 +4,7 @@ In a local SGD block, ranks train without gradient reduction. `headway.extras.lo
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -13,7 +13,7 @@ from headway.core.runtime.collectives.checked import Collectives
 from headway.core.training.gathered_tensors import iterate_buckets
 from headway.core.training.windows import AccumulationWindows
 
-_GROUP_BYTES = 256 << 20
+_BUCKET_BYTES = 256 << 20
 """Bytes of parameters that are averaged at once. Averaging needs this much memory in addition to the model."""
 
 
@@ -29,6 +29,21 @@ class LocalBlock(Protocol):
     num_steps: int
 
 
+class _InterruptedBlock(NamedTuple):
+    """Local SGD block in which the checkpoint was saved from which the run resumes.
+
+    Attributes:
+        num_windows: Number of accumulation windows begun when the checkpoint was loaded. The block is continued only if
+            no window has begun since.
+        num_steps: Number of optimizer steps made in the block.
+        restore_values: Function that restores this rank's own values in the model.
+    """
+
+    num_windows: int
+    num_steps: int
+    restore_values: Callable[[], None]
+
+
 class LocalTraining:
     """Registry of the local SGD blocks of a run.
 
@@ -37,21 +52,21 @@ class LocalTraining:
 
     Attributes:
         blocks: Active local SGD block of each model.
-        parted: Models that have been in a local SGD block. Their optimizer states differ between ranks from then on.
+        diverged: Models that have been in a local SGD block. Their optimizer states differ between ranks from then on.
     """
 
     def __init__(self, windows: AccumulationWindows) -> None:
         self.blocks: dict[torch.nn.Module, LocalBlock] = {}
-        self.parted: WeakSet[torch.nn.Module] = WeakSet()
+        self.diverged: WeakSet[torch.nn.Module] = WeakSet()
         self._windows = windows
-        self._interrupted: WeakKeyDictionary[torch.nn.Module, tuple[int, int, Callable[[], None]]] = WeakKeyDictionary()
+        self._interrupted: WeakKeyDictionary[torch.nn.Module, _InterruptedBlock] = WeakKeyDictionary()
 
     @property
     def num_windows(self) -> int:
         """Number of accumulation windows begun so far, equal on all ranks."""
         return self._windows.num_windows
 
-    def interrupt(self, model: torch.nn.Module, num_steps: int, put_back: Callable[[], None]) -> None:
+    def record_interruption(self, model: torch.nn.Module, num_steps: int, restore_values: Callable[[], None]) -> None:
         """Record that the checkpoint from which the run resumes was saved inside a local SGD block.
 
         The model's next block continues the saved one, unless an accumulation window begins before the block.
@@ -59,9 +74,9 @@ class LocalTraining:
         Args:
             model: Prepared model, whose parameters are now the mean over all ranks.
             num_steps: Number of optimizer steps made in the saved block.
-            put_back: Function that restores this rank's own values in the model.
+            restore_values: Function that restores this rank's own values in the model.
         """
-        self._interrupted[model] = self.num_windows, num_steps, put_back
+        self._interrupted[model] = _InterruptedBlock(self.num_windows, num_steps, restore_values)
 
     def begin_block(self, block: LocalBlock) -> int:
         """Register a local SGD block as active.
@@ -72,12 +87,12 @@ class LocalTraining:
             Number of optimizer steps made in the block before the run was resumed. 0 if it continues no saved block.
         """
         self.blocks[block.model] = block
-        self.parted.add(block.model)
-        num_windows, num_steps, put_back = self._interrupted.pop(block.model, (-1, 0, lambda: None))
-        if num_windows != self.num_windows:
+        self.diverged.add(block.model)
+        interrupted = self._interrupted.pop(block.model, None)
+        if interrupted is None or interrupted.num_windows != self.num_windows:
             return 0
-        put_back()
-        return num_steps
+        interrupted.restore_values()
+        return interrupted.num_steps
 
     def end_block(self, block: LocalBlock) -> None:
         """Remove a local SGD block from the active ones."""
@@ -86,5 +101,5 @@ class LocalTraining:
 
 def iterate_averages(values: Iterable[torch.Tensor], collectives: Collectives) -> Iterator[torch.Tensor]:
     """Yield each tensor's mean over the ranks, in the given order. All ranks must iterate over it."""
-    for group in iterate_buckets(((each, each.nbytes) for each in values), _GROUP_BYTES):
-        yield from collectives.reduce([each.detach() for each in group], "mean")
+    for bucket in iterate_buckets(((each, each.nbytes) for each in values), _BUCKET_BYTES):
+        yield from collectives.reduce([each.detach() for each in bucket], "mean")

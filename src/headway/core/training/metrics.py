@@ -37,10 +37,10 @@ def gather_for_metrics(
     """
     num_rows = None if loader is None else loader.num_rows
     num_valid = None if loader is None else loader.num_valid
-    plan = _MetricGather(num_rows, num_valid, _get_full_size(loader), use_gather_object, collectives)
-    put_together = plan.read(tree)
-    plan.gather()
-    return put_together()
+    gather = _MetricGather(num_rows, num_valid, _get_full_batch_size(loader), use_gather_object, collectives)
+    build_result = gather.record(tree)
+    gather.run()
+    return build_result()
 
 
 def warn_of_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -> None:
@@ -58,6 +58,7 @@ def warn_of_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -
     if not num_rows or not counts or not any(each.ndim and each.shape[0] == num_rows for each in list_tensors(tree)):
         return
     num_repeats = num_rows * num_ranks - sum(counts)
+    # If ranks share data shards, as in tensor parallelism, there are fewer counts than ranks, and rows are repeated, too.
     if num_repeats > 0 and (len(counts) < num_ranks or min(counts) < num_rows):
         log.warning_once(
             "of the %d rows that gather() joins from here, %d are repeats; gather_for_metrics() returns each sample once",
@@ -66,7 +67,7 @@ def warn_of_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -
         )
 
 
-def _get_full_size(loader: PreparedLoader | None) -> int | None:
+def _get_full_batch_size(loader: PreparedLoader | None) -> int | None:
     """Return the number of rows of a full batch on this rank, or None if it varies or is unknown."""
     total = None if loader is None else loader.total_batch_size
     counts = None if loader is None else loader.valid_counts
@@ -77,29 +78,41 @@ def _get_full_size(loader: PreparedLoader | None) -> int | None:
 class _MetricGather:
     """One gather of a nested structure: the leaves to send, and later the values received from all ranks.
 
-    Tensors are gathered together in one collective. Lists with one item per sample are gathered as objects.
+    Tensors are gathered together in one collective. Arrays and lists with one item per sample are gathered as objects.
+
+    Attributes:
+        num_rows: Number of rows in this rank's batch, or None if unknown.
+        num_valid: Number of these rows, from the first, that do not only pad the batch, or None if unknown.
+        full_batch_size: Number of rows of a full batch on this rank, or None if it varies or is unknown.
+        is_list_per_sample: Whether every list has one item per sample.
+        collectives: Collectives over the ranks.
+        tensors: Tensors to send, without padding.
+        sequences: Arrays and lists to send, without padding.
+        gathered_tensors: For each of `tensors`, the concatenated tensor. Set by `run`.
+        gathered_sequences: For each of `sequences`, those of all ranks, in rank order. Set by `run`.
     """
 
     num_rows: int | None
     num_valid: int | None
-    full_size: int | None
+    full_batch_size: int | None
     is_list_per_sample: bool
     collectives: Collectives
     tensors: list[torch.Tensor] = field(default_factory=list)
     sequences: list[Any] = field(default_factory=list)
-    joined: Iterator[torch.Tensor] = field(init=False)
-    lists: Iterator[Sequence[Any]] = field(init=False)
+    gathered_tensors: Iterator[torch.Tensor] = field(init=False)
+    gathered_sequences: Iterator[Sequence[Any]] = field(init=False)
 
-    def gather(self) -> None:
+    def run(self) -> None:
         """Gather the recorded leaves from all ranks."""
-        self.joined = iter(self.collectives.gather(self.tensors))
-        self.lists = zip(*self.collectives.gather_objects(self.sequences)) if self.sequences else iter(())
+        self.gathered_tensors = iter(self.collectives.gather(self.tensors))
+        self.gathered_sequences = zip(*self.collectives.gather_objects(self.sequences)) if self.sequences else iter(())
 
-    def read(self, tree: Tree) -> Callable[[], Any]:
+    def record(self, tree: Tree) -> Callable[[], Any]:
         """Record the leaves of a tree for the gather.
 
         Returns:
-            A function that builds a tree with the structure of `tree` from the gathered values. Call it after `gather`.
+            A function that builds a tree with the structure of `tree` from the gathered values. Call it after `run`. It
+                takes the values in the order in which the leaves were recorded.
 
         Raises:
             MetricError: If a leaf does not have one entry per sample, or if a list is ambiguous.
@@ -107,14 +120,16 @@ class _MetricGather:
         if isinstance(tree, torch.Tensor):
             self._check_length(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")
             self.tensors.append(tree[: self.num_valid])
-            return lambda: next(self.joined)
+            return lambda: next(self.gathered_tensors)
         if isinstance(tree, Mapping):
-            named = {key: self.read(value) for key, value in tree.items()}
-            return lambda: {key: value() for key, value in named.items()}
+            builders = {key: self.record(value) for key, value in tree.items()}
+            return lambda: {key: build() for key, build in builders.items()}
         if isinstance(tree, tuple) or (isinstance(tree, list) and self._is_structure(tree)):
-            kind, values = type(tree) if isinstance(tree, tuple) else list, [self.read(value) for value in tree]
-            is_named = hasattr(kind, "_fields")
-            return lambda: kind(*(each() for each in values)) if is_named else kind(each() for each in values)
+            kind = type(tree) if isinstance(tree, tuple) else list
+            item_builders = [self.record(value) for value in tree]
+            if hasattr(kind, "_fields"):  # a NamedTuple
+                return lambda: kind(*(build() for build in item_builders))
+            return lambda: kind(build() for build in item_builders)
         if isinstance(tree, numpy.ndarray):
             self._check_length(tree.shape[0] if tree.ndim else None, f"an array of shape {tree.shape}")
         elif isinstance(tree, list):
@@ -125,7 +140,7 @@ class _MetricGather:
                 "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
             )
         self.sequences.append(tree[: self.num_valid])
-        return lambda: _join_pieces(next(self.lists))
+        return lambda: _concatenate(next(self.gathered_sequences))
 
     def _is_structure(self, values: list[Any]) -> bool:
         """Whether a list is a structure of per-sample values, and does not itself have one item per sample.
@@ -142,13 +157,14 @@ class _MetricGather:
         if self.num_rows is None:
             return are_tensors
         # On one rank the lengths can be equal by chance, so a rank on which they differ decides for all.
-        may_be_items = len(values) == self.num_rows
-        may_be_structure = not may_be_items or all(
+        own_may_be_items = len(values) == self.num_rows
+        own_may_be_structure = not own_may_be_items or all(
             isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == self.num_rows for value in values
         )
-        rows = self.collectives.gather_numbers([float(may_be_items), float(may_be_structure)])
-        may_be_items, may_be_structure = (all(row[i] for row in rows) for i in (0, 1))
-        if may_be_items and may_be_structure and len(rows) > 1:
+        answers = self.collectives.gather_numbers([float(own_may_be_items), float(own_may_be_structure)])
+        may_be_items = all(items for items, _ in answers)
+        may_be_structure = all(structure for _, structure in answers)
+        if may_be_items and may_be_structure and len(answers) > 1:
             raise MetricError(
                 f"gather_for_metrics got a list of {len(values)} tensors of {self.num_rows} rows each for a batch of {self.num_rows} "
                 "samples: is it one tensor per sample, or several tensors of the whole batch? For the first pass "
@@ -157,6 +173,18 @@ class _MetricGather:
         return may_be_structure
 
     def _check_length(self, length: int | None, what: str) -> None:
+        """Check that a leaf has one entry per sample.
+
+        In the short last batch of a loader, also accept the length of a full batch, with a warning: scripts repeat a
+        loss that often.
+
+        Args:
+            length: Number of entries, or None for a single value.
+            what: Description of the leaf, for messages.
+
+        Raises:
+            MetricError: If the leaf has another length.
+        """
         if length is None:
             raise MetricError(
                 f"gather_for_metrics got {what}, which is one value for the whole batch; it would be joined as if it were a sample. "
@@ -164,7 +192,7 @@ class _MetricGather:
             )
         if self.num_rows is None or length == self.num_rows:
             return
-        if self.num_valid is None or length != self.full_size or length < self.num_rows:
+        if self.num_valid is None or length != self.full_batch_size or length < self.num_rows:
             raise MetricError(
                 f"gather_for_metrics got {what} for a batch of {self.num_rows} samples; give one entry per sample, or use gather() "
                 "for values that are not per sample"
@@ -178,9 +206,8 @@ class _MetricGather:
         )
 
 
-def _join_pieces(pieces: Sequence[Any]) -> Any:
-    return (
-        numpy.concatenate(pieces)
-        if isinstance(pieces[0], numpy.ndarray)
-        else [each for piece in pieces for each in piece]
-    )
+def _concatenate(sequences: Sequence[Any]) -> Any:
+    """Concatenate the arrays, or the lists, of all ranks."""
+    if isinstance(sequences[0], numpy.ndarray):
+        return numpy.concatenate(sequences)
+    return [each for sequence in sequences for each in sequence]

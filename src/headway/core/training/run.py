@@ -43,7 +43,8 @@ class Run:
             load.
         custom: Objects that the script registered for checkpoints.
         notes: Values, by name, that components of the run store in the manifest of each checkpoint.
-        around_save: Function that returns the context in which a checkpoint is collected and written.
+        around_save: Function that returns the context in which a checkpoint is collected and written. Default: a
+            context that does nothing.
     """
 
     runtime: ProcessRuntime

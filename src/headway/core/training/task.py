@@ -1,6 +1,6 @@
 """Batch and loss function of a `forward_backward` call, which can split the batch to fit it into memory.
 
-The parts of a split batch are called pieces. Each of them is run as a micro-batch.
+A part of a split batch, a group of its rows, is called a piece. Each piece is run as a micro-batch.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from headway.errors import LossError
 Weigher = Callable[[Tree], float | torch.Tensor]
 """Function that returns the number of items, such as rows or tokens, that a loss was taken over.
 
-Its argument is the batch, or the part of it that the loss belongs to.
+Its argument is the batch, or the piece of it that the loss belongs to.
 """
 
 
 class BatchTask:
     """One call of `forward_backward`: its batch, its loss function, and the loss accumulated so far.
 
-    A batch that does not fit into memory runs in parts, called pieces.
+    A batch that does not fit into memory runs in pieces, which are groups of its rows.
 
     Args:
         batch: Batch as the caller passed it.
-        fn: Function from the batch, or a part of it, to its loss.
-        weight: Function from the batch, or a part of it, to the number of items that the loss was taken over. None: the
-            number of rows.
+        fn: Function from the batch, or a piece of it, to its loss.
+        weight: Function from the batch, or a piece of it, to the number of items that the loss was taken over. None:
+            the number of rows.
         reduction: Whether `fn` returns the "mean" or the "sum" of the loss over these items.
 
     Raises:
@@ -58,46 +58,50 @@ class BatchTask:
         self._weight = 0.0
 
     def make_weigher(self, piece: Tree) -> Callable[[], float | None]:
-        """Return a function without arguments that returns the loss weight of a part of the batch.
+        """Return a function without arguments that returns the loss weight of a piece of the batch.
 
         If no weight function was given, it returns None, which stands for the number of rows.
 
-        The function is called after the part's loss is computed. Items on an accelerator are counted before the
-        forward. The host then reads a number that was copied while the forward was being queued. If the forward
-        changes or replaces the part's tensors, items are counted again afterwards.
+        Call this method before the forward, and the returned function after it. Items on an accelerator are counted
+        before the forward. The host then reads a number that was copied while the forward was being queued. If the
+        forward changes or replaces the piece's tensors, items are counted again afterwards.
 
         Args:
-            piece: Part of the batch, or the whole batch.
+            piece: Piece of the batch, or the whole batch.
         """
         weight = self.weight
         if weight is None:
             return _return_none
-        before = _list_versions(piece)
-        if not before:  # on the CPU, or in containers that are not searched: count after the forward
+        versions_before = _list_versions(piece)
+        if not versions_before:  # on the CPU, or in containers that are not searched: count after the forward
             return lambda: float(weight(piece))
-        counted = weight(piece)
-        early = Readback(counted) if isinstance(counted, torch.Tensor) else None
+        early_count = weight(piece)
+        readback = Readback(early_count) if isinstance(early_count, torch.Tensor) else None
 
         def read_weight() -> float:
-            now = _list_versions(piece)
-            if len(now) != len(before) or any(a is not b or v != w for (a, v), (b, w) in zip(now, before)):
+            versions = _list_versions(piece)
+            is_unchanged = len(versions) == len(versions_before) and all(
+                tensor is tensor_before and version == version_before
+                for (tensor, version), (tensor_before, version_before) in zip(versions, versions_before)
+            )
+            if not is_unchanged:
                 return float(weight(piece))
-            return float(counted if early is None else early.read())
+            return float(early_count if readback is None else readback.read())
 
         return read_weight
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
-        """Add the loss of a part of the batch. A loss with weight 0 is ignored, because it can be NaN.
+        """Add the loss of a piece of the batch. A loss with weight 0 is ignored, because it can be NaN.
 
         Args:
-            loss: Mean or sum of the loss over the part's items, as `reduction` requests, without a graph.
+            loss: Mean or sum of the loss over the piece's items, as `reduction` requests, without a graph.
             weight: Number of these items.
         """
         if weight:
-            share = loss.reshape(()).float() * (1.0 if self.reduction == "sum" else weight)
-            self._total = share if self._weight == 0 else self._total + share
+            loss_sum = loss.reshape(()).float() * (1.0 if self.reduction == "sum" else weight)
+            self._total = loss_sum if self._weight == 0 else self._total + loss_sum
         elif self._weight == 0:
-            self._total = torch.zeros((), device=loss.device)
+            self._total = torch.zeros((), device=loss.device)  # for the collective, on the loss's device
         self._weight += weight
 
     def loss(self, group: Collectives) -> torch.Tensor:
@@ -123,6 +127,6 @@ def _list_versions(piece: Tree) -> list[tuple[torch.Tensor, int]]:
     In-place changes increase the version counter. Inference tensors are left out, because they have none.
 
     Args:
-        piece: Nested tensors: a part of a batch, or a whole batch.
+        piece: Nested tensors: a piece of a batch, or a whole batch.
     """
     return [(t, t._version) for t in list_tensors(piece) if t.device.type != "cpu" and not t.is_inference()]

@@ -110,14 +110,14 @@ class LocalSGDState:
         rows, self._rows = self._rows, {}
         for index in range(len(self._preparation.optimizers)):
             if any(name.startswith(f"optimizer/{index}/") for name in rows):
-                self._training.parted.update(self._find_trained_models(index))
+                self._training.diverged.update(self._find_trained_models(index))
         for (index, model), count in zip(objects.list_models_to_load(), steps):
             if count is None:
                 continue
             own = {to_logical_name(f"model/{index}/{name}"): value for name, value in objects.export(model)}
             pairs = [(own[name], row) for name, row in rows.items() if name in own]
             if pairs:
-                self._training.interrupt(self._preparation.models[index], count, partial(_copy_rows, pairs))
+                self._training.record_interruption(self._preparation.models[index], count, partial(_copy_rows, pairs))
 
     def _find_diverged_models(self, index: int) -> list[torch.nn.Module]:
         """Return the models that an optimizer updates and whose optimizer states differ between ranks.
@@ -125,7 +125,7 @@ class LocalSGDState:
         Args:
             index: Index of the optimizer.
         """
-        return [model for model in self._find_trained_models(index) if model in self._training.parted]
+        return [model for model in self._find_trained_models(index) if model in self._training.diverged]
 
     def _find_trained_models(self, index: int) -> list[torch.nn.Module]:
         groups = self._preparation.optimizers[index].optimizer.param_groups
