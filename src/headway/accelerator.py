@@ -269,7 +269,7 @@ class Accelerator(RankAware):
         )
         self._full_weights = FullWeights(run.strategy, run.runtime)
         self._facts = publish_facts(run)
-        self._bypasses = run.runtime.scope.get_or_create(BypassDetector)
+        self._bypass_detector = run.runtime.scope.get_or_create(BypassDetector)
         self._registration = join_process(run, self._training_step, self._preparation)
 
     @property
@@ -410,8 +410,8 @@ class Accelerator(RankAware):
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             model = model.module
-        own: Any = self.strategy.unwrap_model(model)
-        return own if keep_torch_compile else remove_wrappers(own)  # type: ignore[return-value]
+        unwrapped: Any = self.strategy.unwrap_model(model)
+        return unwrapped if keep_torch_compile else remove_wrappers(unwrapped)  # type: ignore[return-value]
 
     def load_weights(self, model: torch.nn.Module, source: str | Path, strict: bool = False) -> None:
         """Load pretrained weights into a model. Call it on every rank; each rank reads only its own shards, once.
@@ -586,9 +586,9 @@ class Accelerator(RankAware):
         Args:
             optimizer: One prepared optimizer or several. None: all prepared optimizers.
         """
-        chosen = self._preparation.optimizers if optimizer is None else optimizer
-        for one in [chosen] if isinstance(chosen, PreparedOptimizer) else chosen:
-            self._training_step.unscale(one.optimizer)
+        optimizers = self._preparation.optimizers if optimizer is None else optimizer
+        for each in [optimizers] if isinstance(optimizers, PreparedOptimizer) else optimizers:
+            self._training_step.unscale(each.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """Clip gradients by their global norm at the end of an accumulation window. Call it on every rank.
@@ -745,10 +745,10 @@ class Accelerator(RankAware):
             raise StateError(
                 "gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside"
             )
-        chosen = loader if loader is not None else self._training_step.windows.loader
-        if chosen is None:
-            self._bypasses.search_for_unprepared_loader(self._training_step)
-        return gather_for_metrics(input_data, chosen, self._shard_readers, use_gather_object)
+        batch_loader = loader if loader is not None else self._training_step.windows.loader
+        if batch_loader is None:
+            self._bypass_detector.search_for_unprepared_loader(self._training_step)
+        return gather_for_metrics(input_data, batch_loader, self._shard_readers, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that leaves out its first batches in the next epoch only.
@@ -818,8 +818,8 @@ class Accelerator(RankAware):
     @property
     def non_blocking(self) -> bool:
         """Whether batches are copied to the device asynchronously."""
-        chosen = self._preparation.loading.non_blocking
-        return self.device.type != "cpu" if chosen is None else chosen
+        setting = self._preparation.loading.non_blocking
+        return self.device.type != "cpu" if setting is None else setting
 
     @property
     def use_seedable_sampler(self) -> bool:
@@ -870,8 +870,8 @@ class Accelerator(RankAware):
         check_save_arguments(save_model_func_kwargs)
         if weights not in (None, "huggingface"):
             raise ConfigError(f"save_state(weights={weights!r}); allowed: 'huggingface' or None")
-        also = None if weights is None else self._full_weights.save_all_pretrained
-        return self._checkpoints.save(output_dir, blocking, metric, also)
+        save_weights = None if weights is None else self._full_weights.save_all_pretrained
+        return self._checkpoints.save(output_dir, blocking, metric, save_weights)
 
     def wait_for_save(self) -> None:
         """Wait until a background save is on disk, if there is one. Call it on every rank.
@@ -1137,8 +1137,10 @@ class Accelerator(RankAware):
         if not isinstance(model, torch.nn.Module):
             raise CallError(f"save_model() got a {type(model).__name__} first; write save_model(model, save_directory)")
         bare = unwrap_compiled(self.unwrap_model(model))
-        use = nullcontext if weights is None else extensions.load("feature", "average")(self._run.custom, bare, weights)
-        with use():
+        use_weights: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if weights is not None:
+            use_weights = extensions.load("feature", "average")(self._run.custom, bare, weights)
+        with use_weights():
             self._full_weights.save(bare, save_directory, max_shard_size, safe_serialization)
 
     def push_to_hub(
@@ -1174,8 +1176,8 @@ class Accelerator(RankAware):
             UnsupportedError: If the model is sharded and only some ranks call it.
         """
         bare = unwrap_compiled(self.unwrap_model(model))
-        about = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
-        return self._full_weights.push_to_hub(bare, repo_id, parts, max_shard_size, about)
+        commit_options = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
+        return self._full_weights.push_to_hub(bare, repo_id, parts, max_shard_size, commit_options)
 
     def stream_weights(
         self, model: torch.nn.Module, bucket_size: int | str = "64MiB", merge_adapters: bool = False
@@ -1472,8 +1474,8 @@ class Accelerator(RankAware):
                 prepared_models=self._preparation.models,
             ),
         )
-        found: Forecast = extensions.load("feature", "forecast")(request, setup)
-        return found
+        forecast: Forecast = extensions.load("feature", "forecast")(request, setup)
+        return forecast
 
     def verify(self, function: Callable[..., Any], args: Sequence[Any] = (), **options: Any) -> "Proofs":
         """Check a training function before its long run, and print a table of the checks (docs/verify.md).

@@ -219,9 +219,14 @@ file is read when the first error is printed, so the table costs an import nothi
 
 @cache
 def read_links() -> tuple[tuple[str, str, str], ...]:
-    """Return the rows of the table `LINKS`: section of the docs, name of the error class, part of the message."""
+    """Return the rows of the table `LINKS`: section of the docs, name of the error class, part of the message.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it contains no such rows.
+    """
     file = Path(__file__).with_name(LINKS)
-    return tuple((target, kind, part) for target, kind, part in json.loads(file.read_text("utf-8")))
+    return tuple((target, class_name, part) for target, class_name, part in json.loads(file.read_text("utf-8")))
 
 
 def find_link(error: HeadwayError, text: str) -> str | None:
@@ -237,9 +242,11 @@ def find_link(error: HeadwayError, text: str) -> str | None:
     """
     if _LINK.search(text):
         return None
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+    classes = {each.__name__ for each in type(error).__mro__}
     try:
-        found = next((target for target, kind, part in read_links() if kind in kinds and part in text), None)
+        for target, class_name, part in read_links():
+            if class_name in classes and part in text:
+                return f"docs/{target}"
     except (OSError, ValueError):
-        return None
-    return found and f"docs/{found}"
+        pass
+    return None

@@ -12,7 +12,7 @@ from headway.errors import ConfigError
 LEVEL = "HEADWAY_LOG_LEVEL"
 """Name of the environment variable that sets the level of all of Headway's loggers."""
 
-_OWN = "headway."
+_OWN_PREFIX = "headway."
 """Prefix of the names of Headway's own loggers. Loggers that a script creates with `get_logger` have other names."""
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class RankLogger(_Adapter):
             return
         if once:
             text = str(msg) % args if args else str(msg)
-            said = scope.get_or_create(OnceFilter)
-            if (self.logger.name, text) in said:
+            logged = scope.get_or_create(OnceFilter)
+            if (self.logger.name, text) in logged:
                 return
-            said.add((self.logger.name, text))
-        if level >= logging.WARNING and self.logger.name.startswith(_OWN):
-            msg, args = _add_users_line(str(msg) % args if args else str(msg)), ()
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            logged.add((self.logger.name, text))
+        if level >= logging.WARNING and self.logger.name.startswith(_OWN_PREFIX):
+            msg, args = _add_user_line(str(msg) % args if args else str(msg)), ()
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller of this method
         message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
         self.logger.log(level, message, *args, **kwargs)
 
@@ -85,10 +85,11 @@ class RankLogger(_Adapter):
         self._log_once(logging.INFO, msg, *args, **kwargs)
 
     def _log_once(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log a message once. The record's location is that of the caller of `warning_once` or `info_once`."""
         self.log(level, msg, *args, once=True, **kwargs | {"stacklevel": kwargs.get("stacklevel", 1) + 2})
 
 
-def _add_users_line(text: str) -> str:
+def _add_user_line(text: str) -> str:
     """Append the location in user code that led to a warning, such as "(train.py:12 in main)".
 
     The warning is returned unchanged if it already names this location, or if no user code is on the stack.
@@ -96,8 +97,9 @@ def _add_users_line(text: str) -> str:
     frame = callsite.find_user_frame()
     if frame is None:
         return text
-    place = callsite.Frame.from_frame(frame)
-    return text if f"{place.file}:{place.line}" in text or str(place) in text else f"{text} ({place})"
+    location = callsite.Frame.from_frame(frame)
+    is_named = f"{location.file}:{location.line}" in text or str(location) in text
+    return text if is_named else f"{text} ({location})"
 
 
 @cache
@@ -125,11 +127,11 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
         logger.info("shown by every rank", main_process_only=False)
     """
     logger = _make_adapter(name)
-    asked = read_level()
-    level = asked if log_level is None else _parse_level(log_level, "get_logger(log_level=...)")
+    env_level = read_level()
+    level = env_level if log_level is None else _parse_level(log_level, "get_logger(log_level=...)")
     if level is not None:
         logger.logger.setLevel(level)
-    if asked is not None:
+    if env_level is not None:
         _add_output(logger.logger)
     return logger
 
@@ -166,10 +168,19 @@ def silence_elastic() -> None:
             logger.setLevel(logging.CRITICAL if name.endswith("multiprocessing.api") else logging.ERROR)
 
 
-def _parse_level(asked: str | int, origin: str) -> int:
-    number = asked if isinstance(asked, int) else parse_whole_number(asked)
+def _parse_level(level: str | int, origin: str) -> int:
+    """Return a level as a number.
+
+    Args:
+        level: Level as a number, or as text: a name in upper or lower case, or a number.
+        origin: Setting that contains the level, for the message.
+
+    Raises:
+        ConfigError: If it is not a level.
+    """
+    number = level if isinstance(level, int) else parse_whole_number(level)
     if number is None:
-        number = logging.getLevelName(str(asked).upper())  # returns a string if there is no such level
+        number = logging.getLevelName(str(level).upper())  # returns a string if there is no such level
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
             f"the log level {shorten_repr(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
@@ -183,16 +194,16 @@ def _add_output(logger: logging.Logger) -> None:
     Without a handler, Python would show only messages of level WARNING and above.
     """
     if not logger.hasHandlers():
-        output = _LastResort()
-        output.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        logger.addHandler(output)
+        handler = _DefaultHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
 
 
-class _LastResort(_Handler):
+class _DefaultHandler(_Handler):
     """Handler that writes to stderr until the program sets up logging itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record unless the root logger has handlers, or another handler of this class has written it."""
-        if not logging.getLogger().handlers and not getattr(record, "is_told", False):
-            record.is_told = True  # so that a handler of this class on a parent logger does not write it again
+        if not logging.getLogger().handlers and not getattr(record, "was_written_by_headway", False):
+            record.was_written_by_headway = True  # a handler of this class on a parent logger must not write it again
             super().emit(record)

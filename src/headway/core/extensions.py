@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 
-_PLACES: dict[str, dict[str, str]] = {
+_LOCATIONS: dict[str, dict[str, str]] = {
     # Axes of the mesh that split models: `headway.core.strategies.fully_sharded.axes`.
     "axis": {
         "cp": "headway.layouts.context.context_parallel:ContextAxis",
@@ -74,13 +74,17 @@ _PLACES: dict[str, dict[str, str]] = {
 
 
 def list_words(kind: str) -> tuple[str, ...]:
-    """Return the public words of one kind of extension, such as "feature"."""
-    return tuple(_PLACES[kind])
+    """Return the public words of one kind of extension.
+
+    Args:
+        kind: Kind of extension: a key of the registry, such as "feature".
+    """
+    return tuple(_LOCATIONS[kind])
 
 
 @cache
 def load(kind: str, word: str) -> Any:
-    """Import an extension on first use, and return what implements it: a module, or a class or function in it.
+    """Import an extension on first use, and return it: a module, or a class or function in a module.
 
     Args:
         kind: Kind of extension: a key of the registry, such as "feature".
@@ -88,9 +92,12 @@ def load(kind: str, word: str) -> Any:
 
     Raises:
         ConfigError: If no extension of this kind has this word.
+        ImportError: If the extension needs a package that is not installed.
     """
-    place = _PLACES.get(kind, {}).get(word)
-    if place is None:
-        raise ConfigError(f"no {kind} is called {word!r}; choose one of {', '.join(map(repr, _PLACES.get(kind, ())))}")
-    module, _, name = place.partition(":")
+    location = _LOCATIONS.get(kind, {}).get(word)
+    if location is None:
+        raise ConfigError(
+            f"no {kind} is called {word!r}; choose one of {', '.join(map(repr, _LOCATIONS.get(kind, ())))}"
+        )
+    module, _, name = location.partition(":")
     return getattr(import_module(module), name) if name else import_module(module)
