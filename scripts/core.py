@@ -49,10 +49,10 @@ def find_modules() -> dict[str, Path]:
 def read_registry() -> Places:
     """Return the places of all extensions, as `headway.core.extensions` lists them."""
     for node in ast.parse(REGISTRY.read_text()).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_PLACES" and node.value is not None:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_LOCATIONS" and node.value is not None:
             places: Places = ast.literal_eval(node.value)
             return places
-    raise ValueError(f"{REGISTRY} does not assign _PLACES")
+    raise ValueError(f"{REGISTRY} does not assign _LOCATIONS")
 
 
 def find_imports(tree: ast.AST, modules: Mapping[str, object], places: Places | None = None) -> Iterator[str]:

@@ -183,7 +183,7 @@ def _parse_level(level: str | int, origin: str) -> int:
         number = logging.getLevelName(str(level).upper())  # returns a string if there is no such level
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
-            f"the log level {shorten_repr(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
+            f"the log level {shorten_repr(level)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
         )
     return number
 

@@ -38,7 +38,7 @@ class RecordingCollectives:
 
 
 def test_large_model_is_averaged_in_groups(monkeypatch):
-    monkeypatch.setattr("headway.core.training.local_blocks._GROUP_BYTES", 8)
+    monkeypatch.setattr("headway.core.training.local_blocks._BUCKET_BYTES", 8)
     parameters, groups = [torch.nn.Parameter(torch.ones(n)) for n in (1, 1, 3, 1)], RecordingCollectives()
     assert [each.numel() for each in iterate_averages(parameters, groups)] == [1, 1, 3, 1]
     assert groups.sizes == [[1, 1], [3], [1]]
