@@ -7,7 +7,7 @@ probes. All assume that memory grows with the batch size. The caller tries `size
     search = LargestSize(starting_size=128)
     while not search.is_done:
         search.report(fits=try_it(search.size))
-    search.found            # 0 if nothing fits
+    search.best_size            # 0 if nothing fits
 """
 
 import functools
@@ -68,7 +68,7 @@ class FirstThatFits:
 
     Attributes:
         size: Next size to try; 0 if no smaller size is left.
-        found: Size that fitted; 0 until one has.
+        best_size: Size that fitted; 0 until one has.
 
     Raises:
         ConfigError: From `report`, if `reduce` does not return a smaller integer.
@@ -76,7 +76,7 @@ class FirstThatFits:
 
     def __init__(self, starting_size: int, reduce: Reduce | None = None, sizes: Sequence[int] | None = None) -> None:
         self.size = starting_size
-        self.found = 0
+        self.best_size = 0
         self._reduce = reduce
         self._sizes = sizes
 
@@ -87,14 +87,14 @@ class FirstThatFits:
     def report(self, fits: bool) -> None:
         """Record whether the current size fits. If not, move to the next smaller one."""
         if fits:
-            self.found = self.size
+            self.best_size = self.size
         else:
             self.size = self._round_to_allowed(self._reduce_size())
 
     @property
     def is_done(self) -> bool:
         """Whether a size has fitted, or no size is left to try."""
-        return self.size in (0, self.found)
+        return self.size in (0, self.best_size)
 
     def _reduce_size(self) -> int:
         """Return the size that follows the current one, before it is rounded to an allowed size.
@@ -154,7 +154,7 @@ class LargestSize:
         self.size = self._sizes[self._index]
 
     @property
-    def found(self) -> int:
+    def best_size(self) -> int:
         """Largest size that has fitted so far, or 0 if none has."""
         return self._sizes[self._best_index] if self._best_index >= 0 else 0
 
@@ -167,7 +167,7 @@ class LargestSize:
         if self._best_index + 1 >= self._failed_index:
             return True
         is_bounded = self._best_index >= 0 and self._failed_index < len(self._sizes)
-        return is_bounded and self._sizes[self._failed_index] <= self.found * (1 + self._tolerance)
+        return is_bounded and self._sizes[self._failed_index] <= self.best_size * (1 + self._tolerance)
 
     def move_to(self, size: int) -> None:
         """Try the largest allowed size up to `size` next, because all ranks have agreed on it."""
@@ -184,12 +184,12 @@ class LargestSize:
         self.size = 0 if self.is_done and self._best_index < 0 else self._sizes[self._index]
 
     def _choose_index(self) -> int:
-        """Return the index of the next size to try. It lies between the best and the failed size."""
+        """Return the index of the next size to try, which is between the best and the failed size."""
         if self.is_done:
             return max(self._best_index, 0)
         if self._failed_index == len(self._sizes):  # nothing has failed yet: go up, at most to twice the size
-            step = min(self._compute_next_step(self.found * self._tolerance), self.found)
-            index = bisect_right(self._sizes, self.found + step) - 1
+            step = min(self._compute_next_step(self.best_size * self._tolerance), self.best_size)
+            index = bisect_right(self._sizes, self.best_size + step) - 1
         elif self._best_index < 0:  # nothing has fitted yet: go down, at most to half the size
             failed = self._sizes[self._failed_index]
             first_step = failed * self._tolerance / (1 + self._tolerance)
@@ -197,7 +197,7 @@ class LargestSize:
                 bisect_right(self._sizes, failed - min(self._compute_next_step(first_step), failed - failed // 2)) - 1
             )
         else:  # bisect
-            index = bisect_left(self._sizes, (self.found + self._sizes[self._failed_index]) // 2)
+            index = bisect_left(self._sizes, (self.best_size + self._sizes[self._failed_index]) // 2)
         return min(max(index, self._best_index + 1), self._failed_index - 1)
 
     def _compute_next_step(self, first_step: float) -> int:
@@ -580,7 +580,7 @@ class _SearchCall:
                 search.report(outcome.fits, self._predict_size() if outcome.fits else None)
             else:
                 search.report(outcome.fits)
-            if outcome.fits and search.is_done and search.found == size and not is_probe:
+            if outcome.fits and search.is_done and search.best_size == size and not is_probe:
                 return outcome, size
             if outcome.fits:
                 # Its models are no longer wanted, and would take the next attempt's memory.
@@ -593,10 +593,12 @@ class _SearchCall:
                 ranks = f" on rank {', '.join(map(str, outcome.ranks))}" if outcome.ranks else ""
                 log.info("batch size %d: out of memory%s; %s", size, ranks, _describe_next(search))
                 notify_listeners("out_of_memory", ranks=list(outcome.ranks), batch_size=size)
-        if not search.found:
+        if not search.best_size:
             raise self._make_no_fit_error(last_failure) from (None if last_failure is None else last_failure.error)
         # The last attempt had another size or was a probe. The size may not fit again, so search downward from it.
-        return self.run_search(FirstThatFits(search.found, _make_smaller_sizes(search.found), self.settings.sizes))
+        return self.run_search(
+            FirstThatFits(search.best_size, _make_smaller_sizes(search.best_size), self.settings.sizes)
+        )
 
     def _try_size(self, size: int, is_probe: bool) -> tuple[Attempt, Outcome]:
         """Call the function with a batch size, and return the attempt and its outcome.
@@ -640,15 +642,15 @@ class _SearchCall:
         )
 
 
-def _make_smaller_sizes(found: int) -> Reduce:
+def _make_smaller_sizes(fitting_size: int) -> Reduce:
     """Return a function that reduces a size that fitted once and then failed.
 
     The first reduction is small, and each further one is twice the previous one.
 
     Args:
-        found: Size that fitted once.
+        fitting_size: Size that fitted once.
     """
-    step = max(1, found // 32)
+    step = max(1, fitting_size // 32)
 
     def reduce_size(size: int) -> int:
         nonlocal step
@@ -660,4 +662,4 @@ def _make_smaller_sizes(found: int) -> Reduce:
 
 
 def _describe_next(search: BatchSizeSearch) -> str:
-    return "nothing smaller is left" if search.is_done and not search.found else f"next is {search.size}"
+    return "nothing smaller is left" if search.is_done and not search.best_size else f"next is {search.size}"

@@ -43,7 +43,7 @@ class PredictedSize:
         self.size = self._sizes[self._index]
 
     @property
-    def found(self) -> int:
+    def best_size(self) -> int:
         """Largest size that has fitted so far, or 0 if none has."""
         return self._sizes[self._best_index] if self._best_index >= 0 else 0
 
@@ -84,17 +84,17 @@ class PredictedSize:
         if self._best_index < 0:  # nothing has fitted yet
             return max(0, bisect_right(self._sizes, self._sizes[self._failed_index] // 2) - 1)
         if self._is_first_report:  # the second small size
-            return min(bisect_left(self._sizes, 2 * self.found), self._failed_index - 1)
+            return min(bisect_left(self._sizes, 2 * self.best_size), self._failed_index - 1)
         target = self._sizes[-1]
         if predicted is not None:
-            target = min(predicted, target, _MAX_GROWTH * self.found)
+            target = min(predicted, target, _MAX_GROWTH * self.best_size)
         if self._failed_index < len(self._sizes) and target >= self._sizes[self._failed_index]:
             # The prediction was too large, mostly by a little: go down in steps that double, at most to the middle.
             failed = self._sizes[self._failed_index]
             step = max(1, failed // 16) << (self._num_failures - 1)
-            target = max((self.found + failed) // 2, failed - step)
+            target = max((self.best_size + failed) // 2, failed - step)
         index = min(bisect_right(self._sizes, target), self._failed_index) - 1
-        if self._sizes[index] <= self.found * (1 + self._tolerance):
+        if self._sizes[index] <= self.best_size * (1 + self._tolerance):
             self._is_within_tolerance = True
             return self._best_index
         return index

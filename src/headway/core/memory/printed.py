@@ -57,8 +57,8 @@ def print_summary(result: Any) -> None:
     metrics = getattr(result, "metrics", result)
     needed = ("train_runtime", "train_samples_per_second")
     if not isinstance(metrics, Mapping) or not all(name in metrics for name in needed):
-        found = sorted(metrics) if isinstance(metrics, Mapping) else type(metrics).__name__
-        raise ConfigError(f"print_summary needs {' and '.join(needed)}; it got {found}. Give what train() returned")
+        given = sorted(metrics) if isinstance(metrics, Mapping) else type(metrics).__name__
+        raise ConfigError(f"print_summary needs {' and '.join(needed)}; it got {given}. Give what train() returned")
     if process.current().is_main_process:
         print(f"Time: {metrics['train_runtime']:.2f}")
         print(f"Samples/second: {metrics['train_samples_per_second']:.2f}")

@@ -105,21 +105,23 @@ def check_device(device: torch.device | str | None) -> torch.device:
     if hardware is None:
         raise ConfigError(f"the memory of device={device!r} is not measured; allowed: {', '.join(HARDWARE)}")
     if not hardware.is_available() or (chosen.index or 0) >= hardware.count_devices():
-        here = ", ".join(HARDWARE)
-        raise DeviceUnavailable(f"this machine has no {chosen}; it has {here}. Leave the device out for the one in use")
+        kinds = ", ".join(HARDWARE)
+        raise DeviceUnavailable(
+            f"this machine has no {chosen}; it has {kinds}. Leave the device out for the one in use"
+        )
     return chosen
 
 
 def all_memory_use() -> list[MemoryUse]:
     """Return the memory use of the host and of every visible device whose memory can be measured."""
-    found = [measure_host()]
+    uses = [measure_host()]
     for hardware in HARDWARE.values():
         if hardware.kind != "cpu" and _is_counted(hardware):
-            found += [
+            uses += [
                 _measure_device(hardware, torch.device(hardware.kind, index))
                 for index in range(hardware.count_devices())
             ]
-    return found
+    return uses
 
 
 # ---------------------------------------------------------------- the host

@@ -77,14 +77,14 @@ class Fp16Precision(Bf16Precision):
     def __init__(self, hardware: Hardware, options: EngineOptions, shards: GradientShards | None = None) -> None:
         super().__init__(hardware, options)
         self._shards = None if shards is None or shards.capabilities.whole_gradients else shards
-        chosen = options.scaler
+        scaler_options = options.scaler
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
             hardware.kind,
-            init_scale=chosen.init_scale,
-            growth_factor=chosen.growth_factor,
-            backoff_factor=chosen.backoff_factor,
-            growth_interval=chosen.growth_interval,
-            enabled=chosen.enabled,
+            init_scale=scaler_options.init_scale,
+            growth_factor=scaler_options.growth_factor,
+            backoff_factor=scaler_options.backoff_factor,
+            growth_interval=scaler_options.growth_interval,
+            enabled=scaler_options.enabled,
         )
         # By the ID of the optimizer. The two sets hold the IDs of optimizers that have unscaled their gradients, and of
         # those that have stepped, since the loss scale last changed.

@@ -29,9 +29,6 @@ from headway.core.weights.pieces import (
     is_sharded,
 )
 from headway.errors import ConfigError
-from headway.log import get_logger
-
-log = get_logger(__name__)
 
 
 class FullWeights:

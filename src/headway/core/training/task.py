@@ -60,7 +60,7 @@ class BatchTask:
     def make_weigher(self, piece: Tree) -> Callable[[], float | None]:
         """Return a function without arguments that returns the loss weight of a piece of the batch.
 
-        If no weight function was given, it returns None, which stands for the number of rows.
+        If no weight function was given, it returns None, and the loss is then weighted by the number of rows.
 
         Call this method before the forward, and the returned function after it. Items on an accelerator are counted
         before the forward. The host then reads a number that was copied while the forward was being queued. If the

@@ -470,34 +470,34 @@ def run_search(search, largest):
 def test_halving_is_the_default():
     search = FirstThatFits(1024)
     assert run_search(search, 8) == [1024, 512, 256, 128, 64, 32, 16, 8]
-    assert search.found == 8
+    assert search.best_size == 8
     search = FirstThatFits(128)
     assert run_search(search, 7) == [128, 64, 32, 16, 8, 4]
     search = FirstThatFits(1)
     assert run_search(search, 0) == [1]
-    assert (search.found, search.size) == (0, 0)
+    assert (search.best_size, search.size) == (0, 0)
 
 
 def test_largest_size_is_found_exactly():
     search = LargestSize(128)
     assert run_search(search, 7) == [128, 127, 119, 59, 29, 14, 7, 10, 8]
-    assert (search.found, search.size) == (7, 7)
+    assert (search.best_size, search.size) == (7, 7)
     search = LargestSize(1024)
     assert len(run_search(search, 8)) == 14
-    assert search.found == 8
+    assert search.best_size == 8
     search = LargestSize(16, limit=100)
     assert run_search(search, 10**9) == [16, 17, 25, 50, 100]
-    assert search.found == 100
+    assert search.best_size == 100
     search = LargestSize(2)
     assert run_search(search, 0) == [2, 1]
-    assert (search.found, search.size) == (0, 0)
+    assert (search.best_size, search.size) == (0, 0)
 
 
 @given(start=st.integers(1, 5000), largest=st.integers(0, 9000), limit=st.integers(5000, 10_000))
 def test_largest_size_is_correct_after_few_tries(start, largest, limit):
     search = LargestSize(start, limit=limit)
     tried = run_search(search, largest)
-    assert search.found == min(largest, limit)
+    assert search.best_size == min(largest, limit)
     assert len(set(tried)) == len(tried)
     farthest = max(start, largest, 1)
     assert len(tried) <= 2 * ceil(log2(farthest + 1)) + 2
@@ -507,7 +507,7 @@ def test_largest_size_is_correct_after_few_tries(start, largest, limit):
 def test_tolerance_is_respected(start, largest, tolerance):
     search = LargestSize(start, limit=10_000, tolerance=tolerance)
     tried = run_search(search, largest)
-    assert search.found <= largest <= max(search.found, int(search.found * (1 + tolerance)))
+    assert search.best_size <= largest <= max(search.best_size, int(search.best_size * (1 + tolerance)))
     assert len(set(tried)) == len(tried)
     assert len(tried) <= 2 * ceil(log2(max(start, largest, 1) + 1)) + 2
 
@@ -533,11 +533,11 @@ def test_only_allowed_sizes_are_tried(number, largest, data):
     fitting = [each for each in sizes if each <= largest]
     search = LargestSize(number, limit=number, sizes=sizes)
     assert set(run_search(search, largest)) <= set(sizes)
-    assert search.found == (fitting[-1] if fitting else 0)
+    assert search.best_size == (fitting[-1] if fitting else 0)
     first = FirstThatFits(number, sizes=sizes)
     assert set(run_search(first, largest)) <= set(sizes)
-    assert first.found <= search.found
-    assert bool(first.found) == bool(fitting)
+    assert first.best_size <= search.best_size
+    assert bool(first.best_size) == bool(fitting)
 
 
 @given(start=st.integers(1, 2000), largest=st.integers(0, 2000))
@@ -545,7 +545,7 @@ def test_custom_reduce_function_chooses_the_sizes(start, largest):
     search = FirstThatFits(start, lambda size: size - 3)
     tried = run_search(search, largest)
     assert tried == list(range(start, 0, -3))[: len(tried)]
-    assert search.found == next((size for size in range(start, 0, -3) if size <= largest), 0)
+    assert search.best_size == next((size for size in range(start, 0, -3) if size <= largest), 0)
     left = iter(range(start - 1, -1, -1))
     without_argument = FirstThatFits(start, lambda: next(left))
     run_search(without_argument, largest)

@@ -399,7 +399,7 @@ class FiniteGuard(StepGuard):
             if grad.numel():
                 groups.setdefault((grad.device, grad.dtype), []).append(grad.detach())
         sums = [torch.stack(foreach_norm(grads, 1.0)).sum() for grads in groups.values()]
-        if all(math.isfinite(float(one)) for one in sums):
+        if all(math.isfinite(float(group_sum)) for group_sum in sums):
             return True
         return all(_is_finite(grad) for grads in groups.values() for grad in grads)  # a sum may only have overflowed
 

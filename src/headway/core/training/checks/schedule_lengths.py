@@ -147,10 +147,10 @@ def _does_single_process_length_fit(length: int, num_batches: int, num_parts: in
     """
     if length % (-(-num_batches // num_steps) * num_parts) == 0:
         return True
-    most = -(-num_batches * num_parts // num_steps)
-    least = ((num_batches - 1) * num_parts + 1) // num_steps
-    epochs = -(-length // most)
-    return least * epochs <= length <= most * epochs
+    most_updates = -(-num_batches * num_parts // num_steps)
+    fewest_updates = ((num_batches - 1) * num_parts + 1) // num_steps
+    num_epochs = -(-length // most_updates)
+    return fewest_updates * num_epochs <= length <= most_updates * num_epochs
 
 
 def has_at_most_one_step_left(scheduler: Any, length: int) -> bool:

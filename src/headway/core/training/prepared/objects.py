@@ -186,8 +186,8 @@ class PreparedObjects:
 
     def has_untrained_gradients(self) -> bool:
         """Whether a trainable parameter that no prepared optimizer holds has a gradient."""
-        held = {id(p) for each in self.optimizers for p in iterate_parameters(each.optimizer)}
-        return any(p.requires_grad and p.grad is not None and id(p) not in held for p in self.list_parameters())
+        trained_ids = {id(p) for each in self.optimizers for p in iterate_parameters(each.optimizer)}
+        return any(p.requires_grad and p.grad is not None and id(p) not in trained_ids for p in self.list_parameters())
 
     def iterate_named(self, attribute: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield pairs of (name for messages, tensor) for the tensors of all models, after resharding the models.
