@@ -623,7 +623,10 @@ class _SearchCall:
 
     def _agree_on_smallest(self, size: int) -> int:
         """Return the smallest of all ranks' sizes, found by a vote. In a single-process run, return `size`."""
-        return int(control.current().vote([size], "min")[0]) if has_peers() and process.current() else size
+        if not has_peers():
+            return size
+        process.current()  # starts the runtime if the script has not done so yet: the vote needs the other processes
+        return int(control.current().vote([size], "min")[0])
 
     def _make_no_fit_error(self, last_failure: Outcome | None) -> BatchSizeError:
         """Return the error for a search in which no size has fitted.

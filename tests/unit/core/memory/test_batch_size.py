@@ -549,7 +549,7 @@ def test_custom_reduce_function_chooses_the_sizes(start, largest):
     left = iter(range(start - 1, -1, -1))
     without_argument = FirstThatFits(start, lambda: next(left))
     run_search(without_argument, largest)
-    assert without_argument.found == min(start, largest)
+    assert without_argument.best_size == min(start, largest)
 
 
 @pytest.mark.parametrize("returned", [8, 9, 2.0, None, True, "4"])
