@@ -570,6 +570,7 @@ class Accelerator(RankAware):
         self._training_step.backward(loss, None if weight is None else float(weight), reduction, **kwargs)
 
     def _warn_low_precision(self, loss: Any) -> None:
+        """Warn once if a loss is in half precision, although the run uses autocast."""
         if getattr(loss, "dtype", None) in (torch.bfloat16, torch.float16):
             log.warning_once(
                 "the loss was computed in %s, because it was computed outside autocast from half-precision outputs: "

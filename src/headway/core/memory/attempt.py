@@ -96,6 +96,7 @@ class GroupAborter:
             self._has_run_ended.wait(_MAX_WAIT_FOR_PEERS + _MAX_ABORT_TIME)
 
     def _run(self) -> None:
+        """Wait for the announcement of a failure until `stop` is called, and abort the process group then."""
         try:
             while not self._should_stop.wait(_POLL_INTERVAL):
                 # The script's Accelerator starts the runtime, with its own settings. Until then there is no group.
@@ -238,6 +239,7 @@ class Attempt:
             self._aborter.stop()
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+        """Implement `run`, without the thread that listens for failures of other ranks."""
         token = _current.set(self)
         try:
             result = function(self.size, *args, **kwargs)

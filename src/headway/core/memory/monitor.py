@@ -239,6 +239,7 @@ class MemoryMonitor:
             error.add_note(extensions.load("feature", "memory_report").explain(error))
 
     def _end_measuring(self, meter: PeakMeter) -> None:
+        """Record the last peak, and stop the meter."""
         self._read_peak()
         scope.get_or_create(_ActiveMonitors).remove(self)
         self._meter = None

@@ -125,6 +125,11 @@ class ModelTurns:
         return self._find_window(self.find_owners(parameters))
 
     def _find_window(self, model_ids: set[int]) -> AccumulationWindow | None:
+        """Return the accumulation window in which one of these models trained last, with its gradients restored.
+
+        Args:
+            model_ids: IDs of the models. If empty, return the current window.
+        """
         window = self._windows.find_latest_window(model_ids) if model_ids else self._windows.current
         if window is not None:
             self.restore_window_gradients(window)

@@ -172,6 +172,7 @@ class MicroBatch:
         self._contexts: list[AbstractContextManager[Any]] | None = None
 
     def __enter__(self) -> None:
+        """Begin the micro-batch: run the checks that may forbid it, and find its accumulation window."""
         step = self._step
         windows = step.windows
         hooks = step.hooks
@@ -194,6 +195,7 @@ class MicroBatch:
             self._contexts = step.enter_models(self._models, reduces)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        """End the micro-batch. The return value is whether an error is suppressed, because the batch is run again."""
         if self._contexts is not None:
             for context in reversed(self._contexts):
                 context.__exit__(kind, error, trace)
@@ -294,6 +296,7 @@ class TrainingStep(ABC):
         self._drop_gradients(self.prepared.list_parameters())
 
     def _drop_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Drop the gradients of these parameters, so that no update uses them. fp16 forgets that they were unscaled."""
         self.strategy.drop_gradients(parameters)
         if self.precision.scaler is not None:
             for optimizer in self._list_optimizers_of(parameters):
@@ -608,6 +611,7 @@ class TrainingStep(ABC):
         self._clamp_gradients(parameters, clip_value)
 
     def _clamp_gradients(self, parameters: list[Any], clip_value: float) -> None:
+        """Clamp each element of the gradients as they are. If they are sharded, each rank clamps its own shards."""
         if self.strategy.capabilities.whole_gradients:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return
@@ -780,6 +784,15 @@ class WholeStep(TrainingStep):
     def _run_block_backward(
         self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
     ) -> None:
+        """Run backward in a micro-batch. In the window's last one, also close the window.
+
+        Args:
+            window: Accumulation window of the micro-batch.
+            loss: Scalar loss with a graph.
+            weight: Weight that the caller passed, or None.
+            reduction: Whether the loss is the "mean" or the "sum" over its items.
+            **kwargs: Passed to the strategy's backward.
+        """
         is_only_backward = window.is_last and not window.has_gradient
         local_weight = self.weigh_micro_batch(window, weight)
         if is_only_backward and window.global_weight:

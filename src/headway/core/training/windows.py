@@ -577,6 +577,7 @@ class AccumulationWindows:
         self.piece = UNSPLIT
 
     def _start_over(self) -> None:
+        """Drop all accumulation windows, and call the functions in `restart_listeners`."""
         self._by_models.clear()
         self.trained_on.clear()
         self.read_in_training.clear()
