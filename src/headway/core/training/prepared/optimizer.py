@@ -558,12 +558,15 @@ _LOW_BIT_PACKAGES = {"bitsandbytes", "torchao"}
 
 
 def load_low_bit_extension() -> Any:
-    """Return the extension for low-bit optimizer states, or None if no package with such optimizers is imported."""
+    """Return the extension for low-bit optimizer states, such as bitsandbytes' 8-bit states.
+
+    Return None if no package with such optimizers is imported, which saves the import of the extension.
+    """
     return extensions.load("feature", "low_bit_states") if _LOW_BIT_PACKAGES & sys.modules.keys() else None
 
 
 def find_low_bit_extension(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the extension that converts an optimizer's low-bit states, or None if the optimizer has no such states."""
+    """Return the extension that converts an optimizer's low-bit (such as 8-bit) states, or None if it has none."""
     extension = load_low_bit_extension()
     return extension if extension is not None and extension.keeps_low_bit_state(optimizer) else None
 
