@@ -244,9 +244,10 @@ def find_link(error: HeadwayError, text: str) -> str | None:
         return None
     classes = {each.__name__ for each in type(error).__mro__}
     try:
-        for target, class_name, part in read_links():
-            if class_name in classes and part in text:
-                return f"docs/{target}"
+        links = read_links()
     except (OSError, ValueError):
-        pass
+        return None
+    for target, class_name, part in links:
+        if class_name in classes and part in text:
+            return f"docs/{target}"
     return None

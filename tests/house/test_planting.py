@@ -2,7 +2,7 @@
 
 Objects receive what they need through their constructors, and change through their methods. The check goes by variable
 names: in `step.x = ...` or `self._windows.x = ...`, the owner's name must belong to the file that makes the assignment.
-Plain records (`window.nominal`, `position.share`) are exempt: the code that computes their values may set them.
+Plain records (`window.nominal_weight`, `position.share`) are exempt: the code that computes their values may set them.
 """
 
 import ast

@@ -53,7 +53,7 @@ class BadLosses(NamedTuple):
     loss: float
 
 
-class Verdict(NamedTuple):
+class UpdateVerdict(NamedTuple):
     """Decision on an update. It is valid until the next accumulation window or backward.
 
     Attributes:
@@ -141,7 +141,7 @@ class WindowRecord:
     gradients: ClippedGradients = field(default_factory=ClippedGradients)
     shards: ClippedShards = field(default_factory=ClippedShards)
     clipped_at: int = -1
-    verdict: Verdict | None = None
+    verdict: UpdateVerdict | None = None
     is_judged: bool = False
     is_counted: bool = False
 
@@ -327,7 +327,7 @@ class FiniteGuard(StepGuard):
         verdict = record.verdict
         if verdict is None or (verdict.window, verdict.num_backwards) != (window.number, record.num_backwards):
             parameters = list(self._prepared.list_parameters_of(window))
-            verdict = Verdict(window.number, record.num_backwards, self._is_good(parameters))
+            verdict = UpdateVerdict(window.number, record.num_backwards, self._is_good(parameters))
             record.verdict = verdict
             if not verdict.is_permitted:
                 self._refuse_update(window, self._gather_bad_losses(), parameters)

@@ -541,16 +541,16 @@ class Preparation:
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        prepared = self.behavior.scheduler(
+        wrapped = self.behavior.scheduler(
             scheduler, optimizers, rule=rule, follows_optimizer=self.follows_optimizer, step=self.step
         )
-        self.schedulers.append(prepared)
+        self.schedulers.append(wrapped)
         if self.follows_optimizer and rule is self.rule:
-            self._log_rule(prepared)
-            prepared.has_length_warning = warn_if_prepared_length_is_doubtful(
-                prepared.scheduler, rule, self.tick_base.num_processes, self._windows.num_steps, self.loaders
+            self._log_rule(wrapped)
+            wrapped.has_length_warning = warn_if_prepared_length_is_doubtful(
+                wrapped.scheduler, rule, self.tick_base.num_processes, self._windows.num_steps, self.loaders
             )
-        return prepared
+        return wrapped
 
     # ---------------------------------------------------------------- scheduler steps
 
