@@ -7,6 +7,7 @@ safetensors or the format of torch.distributed.checkpoint, under the names of th
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from headway.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS = (
+_WEIGHT_FILE_PATTERNS = (
     "*.distcp",
     "*.safetensors",
     "*.safetensors.index.json",
@@ -32,9 +33,9 @@ _WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 """Glob patterns that match the names of weight files."""
-_CUT = "Cut into files of at most this size."
-_AS = "safetensors, or dcp (torch.distributed.checkpoint)."
-_BESIDE = "Copy config.json, tokenizer files and the like from FOLDER instead of CHECKPOINT."
+_MAX_SHARD_SIZE_HELP = "Cut into files of at most this size."
+_TO_HELP = "safetensors, or dcp (torch.distributed.checkpoint)."
+_CONFIG_HELP = "Copy config.json, tokenizer files and the like from FOLDER instead of CHECKPOINT."
 
 
 @click.command(
@@ -68,9 +69,9 @@ def inspect(checkpoint: Path, tensors: bool, verify: bool) -> None:
         return
     manifest = read_manifest(checkpoint)
     if verify:
-        from headway.core.checkpoint.loading.files import verify_checkpoint as read_everything
+        from headway.core.checkpoint.loading.files import verify_checkpoint
 
-        read_everything(checkpoint, manifest)
+        verify_checkpoint(checkpoint, manifest)
     for line in format_summary(manifest):
         click.echo(escape_text(line))
     if tensors:
@@ -103,6 +104,15 @@ def format_listing(parent: Path) -> list[str]:
     return [*lines, f"for one of them: headway inspect {parent / names[0]}"]
 
 
+@dataclass
+class _TensorTotals:
+    """Number of tensors of one object in a checkpoint, such as a model, and their total size."""
+
+    num_tensors: int = 0
+    num_values: int = 0
+    num_bytes: int = 0
+
+
 def format_summary(manifest: Manifest) -> list[str]:
     """Return lines of text that summarize a checkpoint's manifest."""
     about = dict(manifest.about)
@@ -110,15 +120,19 @@ def format_summary(manifest: Manifest) -> list[str]:
     lines = [f"{name.replace('_', ' ')}: {value}" for name, value in about.items() if value is not None]
     if isinstance(versions, dict):
         lines.append("written by: " + ", ".join(f"{name} {value}" for name, value in versions.items()))
-    kinds: dict[str, list[int]] = {}
+    totals: dict[str, _TensorTotals] = {}
     for name, entry in manifest.tensors.items():
-        total = kinds.setdefault("/".join(name.split("/")[:2]), [0, 0, 0])
-        count = prod(entry.shape)
-        for index, amount in enumerate((1, count, count * ITEM_BYTES[entry.dtype])):
-            total[index] += amount
-    width = max(map(len, kinds), default=0)
-    for kind, (num, values, size) in kinds.items():
-        lines.append(f"{kind:{width}}  {num} tensor{'s' if num > 1 else ''}, {values:,} values, {format_bytes(size)}")
+        owner = "/".join(name.split("/")[:2])  # such as "model/0" for "model/0/layer.weight"
+        total = totals.setdefault(owner, _TensorTotals())
+        num_values = prod(entry.shape)
+        total.num_tensors += 1
+        total.num_values += num_values
+        total.num_bytes += num_values * ITEM_BYTES[entry.dtype]
+    width = max(map(len, totals), default=0)
+    for owner, total in totals.items():
+        plural = "s" if total.num_tensors > 1 else ""
+        sizes = f"{total.num_tensors} tensor{plural}, {total.num_values:,} values, {format_bytes(total.num_bytes)}"
+        lines.append(f"{owner:{width}}  {sizes}")
     lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}, each with its {TITLE}")
     return lines
 
@@ -130,10 +144,10 @@ def format_summary(manifest: Manifest) -> list[str]:
         click.Argument(["checkpoint"], type=PLACE),
         click.Argument(["output"], type=PLACE),
         make_option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
-        make_option("--max_shard_size", "SIZE", "Output", _CUT, default="10GB", show_default=True),
+        make_option("--max_shard_size", "SIZE", "Output", _MAX_SHARD_SIZE_HELP, default="10GB", show_default=True),
         make_option("--overwrite", None, "Output", "Replace weights that OUTPUT already contains."),
-        make_option("--to", "FORMAT", "Output", _AS, ("safetensors", "dcp"), default="safetensors"),
-        make_option("--config", "FOLDER", "Output", _BESIDE, LocalPath(path_type=Path)),
+        make_option("--to", "FORMAT", "Output", _TO_HELP, ("safetensors", "dcp"), default="safetensors"),
+        make_option("--config", "FOLDER", "Output", _CONFIG_HELP, LocalPath(path_type=Path)),
     ],
     help="Write the weights in CHECKPOINT (or a folder written by torch.distributed.checkpoint) to the folder OUTPUT as "
     "model.safetensors, or as shards with an index.",
@@ -158,9 +172,13 @@ def merge(
         CheckpointError: If the checkpoint is missing or damaged, or the weights cannot be written.
         ConfigError: If `output` cannot be used, `config` is not a folder, or there is no such model.
     """
-    here = None if isinstance(checkpoint, ObjectPath) else checkpoint
-    is_foreign = here is not None and not os.path.exists(here / MANIFEST) and os.path.isfile(here / ".metadata")
-    manifest = None if is_foreign else read_manifest(checkpoint)
+    local_folder = None if isinstance(checkpoint, ObjectPath) else checkpoint
+    is_dcp = (
+        local_folder is not None
+        and not os.path.exists(local_folder / MANIFEST)
+        and os.path.isfile(local_folder / ".metadata")
+    )
+    manifest = None if is_dcp else read_manifest(checkpoint)
     check_output(output, overwrite)
     if config is not None and not config.is_dir():
         raise ConfigError(f"--config {config} is not a folder; give the one that contains config.json")
@@ -170,10 +188,16 @@ def merge(
     from headway.core.weights.export import copy_files, save_weights
 
     show_progress()
-    found = dcp.read_folder(checkpoint) if manifest is None else _open_model_tensors(checkpoint, manifest, model)
-    named = ((remove_compiled_levels(name), tensor) for name, tensor in found)
+    named_tensors = (
+        dcp.read_folder(checkpoint) if manifest is None else _open_model_tensors(checkpoint, manifest, model)
+    )
+    renamed_tensors = ((remove_compiled_levels(name), tensor) for name, tensor in named_tensors)
     try:
-        paths = dcp.write_folder(named, output) if to == "dcp" else save_weights(named, output, max_shard_size)
+        paths = (
+            dcp.write_folder(renamed_tensors, output)
+            if to == "dcp"
+            else save_weights(renamed_tensors, output, max_shard_size)
+        )
         paths += copy_files(config or folders.find_store(checkpoint).get_content_folder(), output)
     except (OSError, UnicodeError) as error:
         raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
@@ -197,10 +221,10 @@ def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Ite
     """
     prefix = f"model/{model}/"
     if not any(name.startswith(prefix) for name in manifest.tensors):
-        numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
-        present = sorted(numbers, key=lambda number: (len(number), number))
+        names = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
+        indices = sorted(names, key=lambda number: (len(number), number))
         raise ConfigError(
-            f"--model {model}: {checkpoint} contains the models {escape_text(', '.join(present)) or 'none'}"
+            f"--model {model}: {checkpoint} contains the models {escape_text(', '.join(indices)) or 'none'}"
         )
     from headway.core.checkpoint import folders
     from headway.core.checkpoint.loading.files import open_tensors, verify_checkpoint
@@ -226,15 +250,18 @@ def check_output(output: Path, may_overwrite: bool) -> None:
     """
     if isinstance(output, ObjectPath):
         raise ConfigError(f"OUTPUT {output} is a URL; give a folder for the weights")
-    there = next(each for each in (output, *output.absolute().parents) if os.path.lexists(each))
-    if not os.path.isdir(there):
-        raise ConfigError(f"OUTPUT {there} is not a folder; give a folder for the weights, which is created if missing")
+    closest_path = next(each for each in (output, *output.absolute().parents) if os.path.lexists(each))
+    if not os.path.isdir(closest_path):
+        raise ConfigError(
+            f"OUTPUT {closest_path} is not a folder; give a folder for the weights, which is created if missing"
+        )
     if os.path.exists(output / MANIFEST):
         raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")
-    found = output if os.path.isdir(output) else None  # a missing folder is created later
-    present = sorted(path.name for pattern in _WEIGHTS for path in (found.glob(pattern) if found else ()))
-    if present and not may_overwrite:
+    weight_files: list[str] = []
+    if os.path.isdir(output):
+        weight_files = sorted(path.name for pattern in _WEIGHT_FILE_PATTERNS for path in output.glob(pattern))
+    if weight_files and not may_overwrite:
         raise ConfigError(
-            f"OUTPUT {output} already contains weights ({', '.join(present[:3])}); give another folder, or --overwrite to replace "
-            "them"
+            f"OUTPUT {output} already contains weights ({', '.join(weight_files[:3])}); give another folder, or "
+            "--overwrite to replace them"
         )

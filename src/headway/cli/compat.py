@@ -24,13 +24,14 @@ _EPILOG = format_examples(
     "PYTHONPATH=$(headway compat --path) python train.py   run the script on Headway",
     "headway launch --as accelerate train.py             the same, on every device",
 )
-_WORDS = {"served": "", "differs": "differs", "not served": "NOT SERVED", "unknown": "unknown"}
-_LARGEST = 1 << 26
+_STATUS_WORDS = {"served": "", "differs": "differs", "not served": "NOT SERVED", "unknown": "unknown"}
+_MAX_SCRIPT_BYTES = 1 << 26
 """Maximum size of a script in bytes."""
-_UNKNOWN = f"not a public name of Accelerate {VERSION}"
+_UNKNOWN_NOTE = f"not a public name of Accelerate {VERSION}"
 
 
 def _run_compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
+    """Print the report on the scripts, or on all names. Exit with code 1 if a script uses a name that is not served."""
     if path:
         if scripts or as_json:
             raise ConfigError("--path prints the folder for PYTHONPATH; it takes neither scripts nor --json")
@@ -39,74 +40,86 @@ def _run_compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
     if not scripts:
         _echo_surface(as_json)
         return
-    told: dict[str, list[dict[str, Any]]] = {}
-    is_green = True
+    rows_by_script: dict[str, list[dict[str, Any]]] = {}
+    is_all_served = True
     for script in scripts:
         rows = _find_names(script)
-        is_green = is_green and not any(each.status in ("not served", "unknown") for each, _ in rows)
-        told[str(script)] = [_make_row(each) | {"line": line} for each, line in rows]
+        is_all_served = is_all_served and not any(each.status in ("not served", "unknown") for each, _ in rows)
+        rows_by_script[str(script)] = [_make_row(each) | {"line": line} for each, line in rows]
         if not as_json:  # print each file at once, because many files take a while
             _echo_script(str(script), rows)
     if as_json:
-        click.echo(json.dumps(told, indent=1))
-    if not is_green:
+        click.echo(json.dumps(rows_by_script, indent=1))
+    if not is_all_served:
         click.get_current_context().exit(1)
 
 
 def _find_names(script: Path) -> list[tuple[ServedName, int]]:
+    """Return the names of Accelerate that a script uses, each with the line of its first use.
+
+    Raises:
+        ConfigError: If the script is a notebook, is not a regular file, is too large, or cannot be parsed.
+    """
     if script.suffix == ".ipynb":
         raise ConfigError(f"{script} is a notebook; convert it first: jupyter nbconvert --to script {script}")
-    source = read_regular_file(script, _LARGEST, ConfigError)  # bytes: `ast` detects the encoding
+    source = read_regular_file(script, _MAX_SCRIPT_BYTES, ConfigError)  # bytes: `ast` detects the encoding
     try:
         return [(describe_name(use.name), use.line) for use in list_used_names(source)]
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{script} cannot be parsed as Python: {error}") from error
 
 
-def _make_row(each: ServedName) -> dict[str, Any]:
+def _make_row(served_name: ServedName) -> dict[str, Any]:
     return {
-        "name": each.name,
-        "status": each.status,
-        "note": each.note or (_UNKNOWN if each.status == "unknown" else ""),
+        "name": served_name.name,
+        "status": served_name.status,
+        "note": served_name.note or (_UNKNOWN_NOTE if served_name.status == "unknown" else ""),
     }
 
 
 def _echo_script(name: str, rows: list[tuple[ServedName, int]]) -> None:
+    """Print the names of Accelerate that one script uses, with their lines, as text."""
     if not rows:
         click.echo(escape_text(f"{name}: uses nothing of Accelerate"))
         return
-    answers = [each for each, _ in rows]
-    click.echo(escape_text(f"{name}: {_count_answers(answers)}"))
-    width = max(len(each.name) for each in answers)
+    names = [each for each, _ in rows]
+    click.echo(escape_text(f"{name}: {_format_counts(names)}"))
+    width = max(len(each.name) for each in names)
     for each, line in rows:
-        text = f"  line {line:<5} {each.name:<{width}}  {_WORDS[each.status] or 'served'}"
+        text = f"  line {line:<5} {each.name:<{width}}  {_STATUS_WORDS[each.status] or 'served'}"
         note = _make_row(each)["note"]
         click.echo(escape_text(text + (f": {note}" if note else "")))
 
 
-def _count_answers(answers: list[ServedName]) -> str:
-    counts = {status: sum(each.status == status for each in answers) for status in _WORDS}
+def _format_counts(names: list[ServedName]) -> str:
+    counts = {status: sum(each.status == status for each in names) for status in _STATUS_WORDS}
     parts = [f"{counts['served'] + counts['differs']} served"]
     if counts["differs"]:
         parts[0] += f" ({counts['differs']} with a difference)"
     parts += [f"{counts[status]} {status}" for status in ("not served", "unknown") if counts[status]]
-    return f"{len(answers)} names of Accelerate: {', '.join(parts)}"
+    return f"{len(names)} names of Accelerate: {', '.join(parts)}"
 
 
 def _echo_surface(as_json: bool) -> None:
-    found = {module: [describe_name(name) for name in names] for module, names in SURFACE.items()}
+    """Print every public name of Accelerate and how Headway serves it, by module, as text or JSON."""
+    names_by_module = {module: [describe_name(name) for name in names] for module, names in SURFACE.items()}
     if as_json:
-        rows = {f"accelerate.{module}": [_make_row(each) for each in answers] for module, answers in found.items()}
+        rows = {
+            f"accelerate.{module}": [_make_row(served_name) for served_name in names]
+            for module, names in names_by_module.items()
+        }
         click.echo(json.dumps(rows, indent=1))
         return
-    every = [each for answers in found.values() for each in answers]
-    click.echo(f"Accelerate {VERSION}: {_count_answers(every)}")
-    width = max(len(each.name) for each in every)
-    for module, answers in found.items():
+    all_names = [served_name for names in names_by_module.values() for served_name in names]
+    click.echo(f"Accelerate {VERSION}: {_format_counts(all_names)}")
+    width = max(len(served_name.name) for served_name in all_names)
+    for module, names in names_by_module.items():
         click.echo(f"\naccelerate.{module}")
-        for each in answers:
-            word = _WORDS[each.status]
-            click.echo(f"  {each.name:<{width}}  {word}{': ' if each.note else ''}{each.note}".rstrip())
+        for served_name in names:
+            word = _STATUS_WORDS[served_name.status]
+            click.echo(
+                f"  {served_name.name:<{width}}  {word}{': ' if served_name.note else ''}{served_name.note}".rstrip()
+            )
 
 
 command = GroupedCommand(

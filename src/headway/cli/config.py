@@ -25,7 +25,7 @@ from headway.cli.options import (
 from headway.cli.prompts import choose_prompt
 from headway.common import env
 from headway.compat.accelerate.launching.config_file import explain_file_key, find_alternative
-from headway.compat.accelerate.launching.layout_words import explain_key
+from headway.compat.accelerate.launching.layout_words import explain_layout_key
 from headway.core.config import mesh
 from headway.core.config.files import (
     KEYS,
@@ -52,8 +52,9 @@ SPREADS = {
     "fsdp+tp": "fsdp+tp: matrices split within groups, parameters sharded across the groups; for the largest models",
 }
 """Layouts that the interactive command offers, each with a description of how the model is distributed."""
-_SIZED = {"hsdp": "hsdp={}", "fsdp+tp": "fsdp+tp={}", "fsdp+cp": "fsdp+cp={}"}
-_SHARED = {"fsdp+tp": "matrix", "fsdp+cp": "sequence"}
+_GROUP_LAYOUT_FORMATS = {"hsdp": "hsdp={}", "fsdp+tp": "fsdp+tp={}", "fsdp+cp": "fsdp+cp={}"}
+"""Strategy by layout, with {} for the number of processes in a group, for layouts with groups of processes."""
+_SPLIT_OBJECTS = {"fsdp+tp": "matrix", "fsdp+cp": "sequence"}
 """Name of the object that each group of processes splits, by layout, for the question about the group's size."""
 
 
@@ -67,16 +68,16 @@ class ConfigQuestion:
         text: Text of the question.
         default: Suggested answer.
         choices: Allowed answers. Empty if any text is allowed.
-        written: Format string for a layout, such as "hsdp={}", with {} for the answer. If empty, the answer is the
+        layout_format: Format string for a layout, such as "hsdp={}", with {} for the answer. If empty, the answer is the
             value of the setting.
-        num_processes: Number of processes that the layout in `written` must fit. None: any number.
+        num_processes: Number of processes that the layout in `layout_format` must fit. None: any number.
     """
 
     name: str
     text: str
     default: str
     choices: tuple[str, ...] = ()
-    written: str = ""
+    layout_format: str = ""
     num_processes: int | None = None
 
     def find_problem(self, answer: str) -> str | None:
@@ -84,8 +85,8 @@ class ConfigQuestion:
         if self.choices:
             return None if answer in self.choices else f"one of {', '.join(self.choices)}"
         try:
-            if self.written:
-                _check_group(self.written.format(answer.strip()), self.num_processes)
+            if self.layout_format:
+                _check_layout(self.layout_format.format(answer.strip()), self.num_processes)
             else:
                 parse_text(SETTINGS[self.name], answer, "your answer")
         except ConfigError as error:
@@ -93,10 +94,10 @@ class ConfigQuestion:
         return None
 
 
-def _check_group(text: str, num_processes: int | None) -> None:
-    asked = mesh.parse_layout(text)
+def _check_layout(layout_text: str, num_processes: int | None) -> None:
+    layout = mesh.parse_layout(layout_text)
     if num_processes is not None:
-        asked.resolve(num_processes)
+        layout.resolve(num_processes)
 
 
 Ask = Callable[[ConfigQuestion], str]
@@ -135,18 +136,20 @@ def ask_questions(
     if devices == NONE:
         per_run = "How many processes are started on the CPU, over all machines?"
         ask_setting("num_processes", per_run, str(num_machines))
-    per_machine = (
-        num_devices if devices == ALL else len(answers.get("gpu_ids", "").split(",")) if devices == SOME else 0
-    )
-    num_processes = int(answers["num_processes"]) if "num_processes" in answers else num_machines * per_machine
+    if devices == NONE:
+        num_processes = int(answers["num_processes"])
+    elif devices == SOME:
+        num_processes = num_machines * len(answers["gpu_ids"].split(","))
+    else:
+        num_processes = num_machines * num_devices
     if num_processes > 1:
-        _ask_spread(ask, answers, num_processes, num_processes // num_machines)
+        _ask_layout(ask, answers, num_processes, num_processes // num_machines)
     ask_setting("mixed_precision", "Which precision has the forward pass?", "no", PRECISIONS)
     ask_setting("gradient_accumulation_steps", "How many micro-batches make an update?", "1")
-    return _resolve_answers(answers, has_accelerator=accelerator is not None)
+    return _make_launch_config(answers, has_accelerator=accelerator is not None)
 
 
-def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machine: int) -> None:
+def _ask_layout(ask: Ask, answers: dict[str, str], num_processes: int, per_machine: int) -> None:
     """Ask for the model's layout and, if the layout has groups of processes, for the size of a group.
 
     Args:
@@ -155,22 +158,31 @@ def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machi
         num_processes: Number of processes of the run.
         per_machine: Number of processes on each machine.
     """
-    text = ask(ConfigQuestion("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values())))
-    kind = text.partition(":")[0]
-    if kind in _SIZED:
-        shared = _SHARED.get(kind)
-        over = (
-            f"How many processes share a {shared}?" if shared else "Across how many processes is each replica sharded?"
+    description = ask(
+        ConfigQuestion("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values()))
+    )
+    strategy = description.partition(":")[0]
+    if strategy in _GROUP_LAYOUT_FORMATS:
+        layout_format = _GROUP_LAYOUT_FORMATS[strategy]
+        divisors = [size for size in range(2, num_processes) if num_processes % size == 0]
+        if strategy in _SPLIT_OBJECTS:
+            question = f"How many processes share a {_SPLIT_OBJECTS[strategy]}?"
+            default_size = min(divisors, default=2)
+        else:
+            question = "Across how many processes is each replica sharded?"
+            # Shards within one machine exchange parameters over its fast links.
+            default_size = max((size for size in divisors if size <= per_machine), default=2)
+        group_size = ask(
+            ConfigQuestion(
+                "group", question, str(default_size), layout_format=layout_format, num_processes=num_processes
+            )
         )
-        groups = [n for n in range(2, num_processes) if num_processes % n == 0 and (shared or n <= per_machine)] or [2]
-        offered = str(groups[0] if shared else groups[-1])
-        size = ask(ConfigQuestion("group", over, offered, written=_SIZED[kind], num_processes=num_processes))
-        kind = _SIZED[kind].format(size.strip())
-    if kind != "ddp":
-        answers["strategy"] = kind
+        strategy = layout_format.format(group_size.strip())
+    if strategy != "ddp":
+        answers["strategy"] = strategy
 
 
-def _resolve_answers(answers: Mapping[str, str], has_accelerator: bool) -> LaunchConfig:
+def _make_launch_config(answers: Mapping[str, str], has_accelerator: bool) -> LaunchConfig:
     """Return the answers as a launch configuration.
 
     A single machine and a single micro-batch per update stay unset, so that a script can set other numbers.
@@ -179,14 +191,14 @@ def _resolve_answers(answers: Mapping[str, str], has_accelerator: bool) -> Launc
         answers: Answers by the names of their questions.
         has_accelerator: Whether this machine has an accelerator. If the user chose none, `cpu` is set.
     """
-    decided: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: parse_text(SETTINGS[name], answer, "your answer")
         for name, answer in answers.items()
         if name in SETTINGS and (name, answer) not in (("num_machines", "1"), ("gradient_accumulation_steps", "1"))
     }
     if has_accelerator and answers.get("devices") == NONE:
-        decided["cpu"] = True
-    return LaunchConfig(**decided)
+        settings["cpu"] = True
+    return LaunchConfig(**settings)
 
 
 def _get_config_path(config_file: str | None) -> Path:
@@ -205,9 +217,9 @@ def _ask_and_write(config_file: str | None) -> None:
         )
     from headway.launch import machine
 
-    here = machine.inspect_machine(env.copy_variables())
+    this_machine = machine.inspect_machine(env.copy_variables())
     _write_and_show(
-        ask_questions(choose_prompt(), here.accelerator, len(here.device_ids), here.device_ids),
+        ask_questions(choose_prompt(), this_machine.accelerator, len(this_machine.device_ids), this_machine.device_ids),
         _get_config_path(config_file),
     )
 
@@ -235,37 +247,40 @@ def _update_config(config_file: str | None) -> None:
     """
     path = _get_config_path(config_file)
     data = load_mapping(read_config(path), str(path))
-    kept = {}
+    kept_values = {}
     for key, value in data.items():
-        text = find_alternative(key) or explain_key(key) if key not in (*KEYS, *EARLIER_NAMES) else None
-        if text is None:
-            kept[key] = value
+        removal_reason = (
+            find_alternative(key) or explain_layout_key(key) if key not in (*KEYS, *EARLIER_NAMES) else None
+        )
+        if removal_reason is None:
+            kept_values[key] = value
         else:
-            click.echo(f"taken out: {key}: {text}")
-    _write_and_show(merge_layers([read_settings(kept, str(path), explain_file_key)]).config, path)
+            click.echo(f"taken out: {key}: {removal_reason}")
+    _write_and_show(merge_layers([read_settings(kept_values, str(path), explain_file_key)]).config, path)
 
 
 def _show_settings(config_file: str | None, as_json: bool) -> None:
+    """Print every setting of a config file with its value and origin. Environment variables take precedence over the file."""
     environment = env.copy_variables()
     resolved = merge_layers(
         [read_environment_layer(environment), read_file_layer(config_file, environment, explain_file_key)]
     )
     names = [setting.name for setting in SETTINGS.values() if setting.is_for_files]
     if as_json:
-        shown: dict[str, Any] = {
+        entries: dict[str, Any] = {
             name: {"value": resolved.get(name), "origin": resolved.get_origin(name)}
             for name in names
             if resolved.config.is_set(name)
         }
-        click.echo(json.dumps(shown, indent=2))
+        click.echo(json.dumps(entries, indent=2))
         return
     values = {name: json.dumps(resolved.get(name)) if resolved.config.is_set(name) else "-" for name in names}
-    width, wide = max(map(len, names)), min(30, max(10, *map(len, values.values())))
+    name_width = max(map(len, names))
+    value_width = min(30, max(10, *map(len, values.values())))
     for name, value in values.items():
         is_set = resolved.config.is_set(name)
-        click.echo(
-            f"{name:<{width}}  {value:<{wide}}  {resolved.get_origin(name) if is_set else _describe_default(SETTINGS[name])}"
-        )
+        origin = resolved.get_origin(name) if is_set else _describe_default(SETTINGS[name])
+        click.echo(f"{name:<{name_width}}  {value:<{value_width}}  {origin}")
 
 
 def _describe_default(setting: LaunchSetting) -> str:
@@ -273,18 +288,28 @@ def _describe_default(setting: LaunchSetting) -> str:
 
 
 def _import_foreign(foreign: str, config_file: str | None, force: bool) -> None:
-    from headway.compat.accelerate.launching.config_file import translate
+    """Translate a config file of Accelerate, print a report on each key, and write the translation.
 
-    made = translate(load_mapping(read_config(Path(foreign)), foreign), foreign)
-    width = max((len(key) for key, _ in made.lines), default=0)
-    for key, text in made.lines:
+    Args:
+        foreign: Path of the file of Accelerate.
+        config_file: Path of the file to write. None: the default path of `headway config`.
+        force: Whether to replace an existing file.
+
+    Raises:
+        ConfigError: If the file cannot be read or has an unknown key. Also if the output exists and `force` is False.
+    """
+    from headway.compat.accelerate.launching.config_file import translate_config
+
+    translation = translate_config(load_mapping(read_config(Path(foreign)), foreign), foreign)
+    width = max((len(key) for key, _ in translation.lines), default=0)
+    for key, text in translation.lines:
         click.echo(f"{key:<{width}}  {text}")
-    if made.num_lost:
-        click.echo(f"{made.num_lost} of {made.num_keys} keys could not be kept: runs will not use them")
+    if translation.num_lost:
+        click.echo(f"{translation.num_lost} of {translation.num_keys} keys could not be kept: runs will not use them")
     path = _get_config_path(config_file)
     if path.exists() and not force:
         raise ConfigError(f"{path} exists already; add --force to write over it, or --config_file to write elsewhere")
-    _write_and_show(made.config, path)
+    _write_and_show(translation.config, path)
 
 
 _WHERE = "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]"

@@ -26,12 +26,12 @@ from headway.core.runtime import network
 from headway.launch import machine
 
 # Values below which a check reports a problem. Memory and disk space are in bytes.
-_OLDEST_TORCH = (2, 11)
-_FEW_FILES = 4096
-_FEW_PROCESSES = 1024
-_LITTLE_SHARED_MEMORY = 2**30
-_LITTLE_SPACE = 2**28
-_FEW_PORTS = 2000
+_MIN_TORCH_VERSION = (2, 11)
+_MIN_OPEN_FILES = 4096
+_MIN_PROCESSES = 1024
+_MIN_SHARED_MEMORY = 2**30
+_MIN_FREE_DISK_SPACE = 2**28
+_MIN_PORTS = 2000
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,30 @@ class Finding:
 
     Attributes:
         level: "ok", "note" (may cause problems later) or "bad" (a run fails or is slow because of it).
-        what: Description of the finding.
+        description: Description of the finding.
         hint: Advice on how to fix it. Empty if there is none.
     """
 
     level: Literal["ok", "note", "bad"]
-    what: str
+    description: str
     hint: str = ""
 
     def format_text(self) -> str:
         """Return a line with the level and the description. A hint follows on a second line."""
         mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[self.level]
-        return f"{mark}  {self.what}" + (f"\n      -> {self.hint}" if self.hint else "")
+        return f"{mark}  {self.description}" + (f"\n      -> {self.hint}" if self.hint else "")
 
 
-def grade(is_good: bool, what: str, hint: str, level: Literal["note", "bad"] = "note") -> Finding:
+def make_finding(is_good: bool, description: str, hint: str, level: Literal["note", "bad"] = "note") -> Finding:
     """Return a finding with level "ok" if the check passed. Otherwise return one with the given level and a hint.
 
     Args:
         is_good: Whether the check passed.
-        what: Description of the finding.
+        description: Description of the finding.
         hint: Advice on how to fix it.
         level: Level of the finding if the check failed. Default: "note".
     """
-    return Finding("ok", what) if is_good else Finding(level, what, hint)
+    return Finding("ok", description) if is_good else Finding(level, description, hint)
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,22 @@ def examine_machine(environment: Mapping[str, str], run: CheckedRun, root: Path 
 
 def check_versions() -> Iterator[Finding]:
     """Yield findings on the versions of Python, torch and Headway, and on whether this torch is supported."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    own = metadata.version("headway")
+    python_version = ".".join(map(str, sys.version_info[:3]))
+    headway_version = metadata.version("headway")
     try:
-        torch = metadata.version("torch")
+        torch_version = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        yield Finding("bad", f"headway {own}, Python {python}, no torch", "pip install torch")
+        yield Finding("bad", f"headway {headway_version}, Python {python_version}, no torch", "pip install torch")
         return
-    parts = torch.partition("+")[0].split(".")
-    number = tuple(int(part) for part in parts[:2] if part.isdecimal())
-    hint = f"Headway needs torch {'.'.join(map(str, _OLDEST_TORCH))} or later: pip install --upgrade torch"
-    yield grade(number >= _OLDEST_TORCH, f"headway {own}, Python {python}, torch {torch}", hint, "bad")
+    parts = torch_version.partition("+")[0].split(".")
+    release = tuple(int(part) for part in parts[:2] if part.isdecimal())
+    hint = f"Headway needs torch {'.'.join(map(str, _MIN_TORCH_VERSION))} or later: pip install --upgrade torch"
+    yield make_finding(
+        release >= _MIN_TORCH_VERSION,
+        f"headway {headway_version}, Python {python_version}, torch {torch_version}",
+        hint,
+        "bad",
+    )
 
 
 def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
@@ -126,10 +131,13 @@ def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Ite
         environment: Environment variables of the launcher.
         root: Folder that contains the folders `proc`, `sys` and `dev`. Default: "/".
     """
-    here = machine.inspect_machine(environment, root)
-    cores = f"{here.num_cores} CPU core{'s' if here.num_cores > 1 else ''}"
-    if here.accelerator is not None:
-        yield Finding("ok", f"{len(here.device_ids)} x {here.accelerator} ({', '.join(here.device_ids)}), {cores}")
+    this_machine = machine.inspect_machine(environment, root)
+    cores = f"{this_machine.num_cores} CPU core{'s' if this_machine.num_cores > 1 else ''}"
+    if this_machine.accelerator is not None:
+        yield Finding(
+            "ok",
+            f"{len(this_machine.device_ids)} x {this_machine.accelerator} ({', '.join(this_machine.device_ids)}), {cores}",
+        )
     elif (root / "dev/nvidiactl").exists() or (root / "dev/kfd").exists():
         yield Finding(
             "bad",
@@ -139,7 +147,7 @@ def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Ite
     else:
         yield Finding("ok", f"no accelerator, {cores}")
     threads = environment.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > here.num_cores:
+    if threads.isdecimal() and int(threads) > this_machine.num_cores:
         yield Finding(
             "note", f"OMP_NUM_THREADS={threads} on {cores}", "unset it: `headway launch` gives each process its share"
         )
@@ -156,13 +164,16 @@ def check_names(run: CheckedRun) -> Iterator[Finding]:
     if not network.is_loopback_name(host):
         yield Finding("ok", f"host name {host} leads to {', '.join(addresses)}")
     else:
-        alone = f"resolves to {', '.join(addresses)}, which only this machine can reach"
-        where = alone if addresses else "is not known to this machine"
-        own = network.find_own_address(run.address or "")
-        matters = run.num_machines > 1 and own is not None and run.address is None
-        hint = f"give other machines {own} as --main_process_ip, not the name; `headway launch` tells gloo the interface itself"
-        reached = f"; others reach it as {own}" if own else ""
-        yield grade(not matters, f"host name {host} {where}{reached}", hint)
+        if addresses:
+            problem = f"resolves to {', '.join(addresses)}, which only this machine can reach"
+        else:
+            problem = "is not known to this machine"
+        own_address = network.find_own_address(run.address or "")
+        is_relevant = run.num_machines > 1 and own_address is not None and run.address is None
+        hint = f"give other machines {own_address} as --main_process_ip, not the name; "
+        hint += "`headway launch` tells gloo the interface itself"
+        reached = f"; others reach it as {own_address}" if own_address else ""
+        yield make_finding(not is_relevant, f"host name {host} {problem}{reached}", hint)
     if run.num_machines == 1 or run.address is None:
         return
     if not network.resolve_name(run.address):
@@ -185,26 +196,30 @@ def check_interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterato
         environment: Environment variables of the launcher.
         run: Run for which to check the machine.
     """
-    found = network.list_interfaces()
-    known = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in found) or "none"
+    interfaces = network.list_interfaces()
+    interface_list = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in interfaces) or "none"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        asked = environment.get(variable, "")
-        parts = [part for part in asked.lstrip("^=").split(",") if part]
-        missing = [part for part in parts if not any(interface.name.startswith(part) for interface in found)]
-        if missing and not asked.startswith("^"):
-            hint = f"unset it or name one of: {known}"
-            yield Finding("bad", f"{variable}={asked}: no interface {', '.join(missing)} is up here", hint)
+        value = environment.get(variable, "")
+        requested_names = [part for part in value.lstrip("^=").split(",") if part]
+        missing = [
+            part for part in requested_names if not any(interface.name.startswith(part) for interface in interfaces)
+        ]
+        if missing and not value.startswith("^"):
+            hint = f"unset it or name one of: {interface_list}"
+            yield Finding("bad", f"{variable}={value}: no interface {', '.join(missing)} is up here", hint)
     if run.num_machines == 1:
-        yield grade(bool(found), f"interfaces: {known}", "bring up lo: ip link set lo up", "bad")
+        yield make_finding(bool(interfaces), f"interfaces: {interface_list}", "bring up lo: ip link set lo up", "bad")
         return
-    own = network.find_own_address(run.address or "")
-    if own is None:
+    own_address = network.find_own_address(run.address or "")
+    if own_address is None:
         yield Finding(
-            "bad", f"no interface leads to other machines ({known})", "connect this machine, or look at `ip addr`"
+            "bad",
+            f"no interface leads to other machines ({interface_list})",
+            "connect this machine, or look at `ip addr`",
         )
         return
-    used = environment.get("GLOO_SOCKET_IFNAME") or network.find_interface(own)
-    yield Finding("ok", f"gloo will use {used} ({own}) of: {known}")
+    interface_name = environment.get("GLOO_SOCKET_IFNAME") or network.find_interface(own_address)
+    yield Finding("ok", f"gloo will use {interface_name} ({own_address}) of: {interface_list}")
 
 
 def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
@@ -214,11 +229,11 @@ def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
     on machine 0 it must be free now.
     """
     try:
-        low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        first_port, last_port = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
-        low, high = 32768, 60999
-    description = f"the system hands out ports {low} to {high}"
-    if high - low < _FEW_PORTS:
+        first_port, last_port = 32768, 60999
+    description = f"the system hands out ports {first_port} to {last_port}"
+    if last_port - first_port < _MIN_PORTS:
         hint = "widen net.ipv4.ip_local_port_range: a rank opens a connection to each of the others"
         yield Finding("bad", description, hint)
     elif run.num_machines > 1:
@@ -229,14 +244,14 @@ def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
         yield Finding("ok", f"{description}; `headway launch` takes a free one and needs no fixed port")
     if run.num_machines == 1 or not run.port:
         return
-    if low <= run.port <= high:
-        hint = f"take one below {low}, which no outgoing connection can occupy in between"
+    if first_port <= run.port <= last_port:
+        hint = f"take one below {first_port}, which no outgoing connection can occupy in between"
         yield Finding("note", f"port {run.port} is one of those", hint)
     if run.machine_rank == 0:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("", run.port))
+                listener.bind(("", run.port))
             except OSError as error:
                 hint = "end the program that listens on it (`ss -ltnp` names it), or give another --main_process_port to all machines"
                 yield Finding("bad", f"port {run.port} cannot be taken: {error.strerror}", hint)
@@ -251,20 +266,23 @@ def check_limits(root: Path = Path("/")) -> Iterator[Finding]:
         return
     import resource
 
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files != resource.RLIM_INFINITY and files < _FEW_FILES
-    hint = f"ulimit -n {most if most > 0 else 65535} before the launch: tensors of loading workers and connections take one each"
-    yield grade(not few, f"{_format_limit(files)} open files", hint)
-    allowed = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
-    text = _read_text(root / "sys/fs/cgroup/pids.max")
-    allowed += [int(text)] if text.isdecimal() else []
-    number = min((number for number in allowed if number >= 0), default=-1)
+    open_files, max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_enough = open_files == resource.RLIM_INFINITY or open_files >= _MIN_OPEN_FILES
+    advised = max_open_files if max_open_files > 0 else 65535  # a hard limit of -1 means unlimited
+    hint = f"ulimit -n {advised} before the launch: tensors of loading workers and connections take one each"
+    yield make_finding(is_enough, f"{_format_limit(open_files)} open files", hint)
+    process_limits = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
+    pids_max = _read_text(root / "sys/fs/cgroup/pids.max")
+    process_limits += [int(pids_max)] if pids_max.isdecimal() else []
+    process_limit = min((limit for limit in process_limits if limit >= 0), default=-1)  # -1: unlimited
     hint = "raise ulimit -u, or the container's pids limit: every thread counts, and a rank has dozens"
-    yield grade(not 0 <= number < _FEW_PROCESSES, f"{_format_limit(number)} processes and threads", hint)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if (root / "sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
+    yield make_finding(
+        not 0 <= process_limit < _MIN_PROCESSES, f"{_format_limit(process_limit)} processes and threads", hint
+    )
+    locked_memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if (root / "sys/class/infiniband").exists() and locked_memory != resource.RLIM_INFINITY:
         hint = "ulimit -l unlimited, or NCCL cannot register memory with the adapter"
-        yield Finding("bad", f"InfiniBand, but only {format_bytes(locked)} may be locked", hint)
+        yield Finding("bad", f"InfiniBand, but only {format_bytes(locked_memory)} may be locked", hint)
 
 
 def check_space(root: Path = Path("/")) -> Iterator[Finding]:
@@ -272,16 +290,18 @@ def check_space(root: Path = Path("/")) -> Iterator[Finding]:
 
     Data loading workers pass batches through shared memory.
     """
-    shared = root / "dev/shm"
-    if shared.exists():
-        total = shutil.disk_usage(shared).total
+    shared_memory = root / "dev/shm"
+    if shared_memory.exists():
+        shared_bytes = shutil.disk_usage(shared_memory).total
         hint = "start the container with --shm-size=8g (or mount an emptyDir with medium Memory), or loading workers die of SIGBUS"
-        yield grade(total >= _LITTLE_SHARED_MEMORY, f"{format_bytes(total)} of shared memory (/dev/shm)", hint)
+        yield make_finding(
+            shared_bytes >= _MIN_SHARED_MEMORY, f"{format_bytes(shared_bytes)} of shared memory (/dev/shm)", hint
+        )
     folder = tempfile.gettempdir()
-    free = shutil.disk_usage(folder).free
-    is_good = free >= _LITTLE_SPACE and os.access(folder, os.W_OK)
+    free_bytes = shutil.disk_usage(folder).free
+    is_good = free_bytes >= _MIN_FREE_DISK_SPACE and os.access(folder, os.W_OK)
     hint = "clean it up, or set TMPDIR to a folder with room"
-    yield grade(is_good, f"{format_bytes(free)} free in {folder}", hint, "bad")
+    yield make_finding(is_good, f"{format_bytes(free_bytes)} free in {folder}", hint, "bad")
 
 
 def _format_limit(limit: int) -> str:
@@ -311,27 +331,33 @@ _EPILOG = format_examples(
 )
 
 
-def _run_doctor(config_file: str | None, here: bool, **given: Any) -> None:
+def _run_doctor(config_file: str | None, here: bool, **flag_values: Any) -> None:
     # Imported here so that `--help` does not wait for this import.
     from headway.launch import clusters
 
     environment = env.copy_variables()
     cluster = clusters.detect_cluster(environment)
-    resolved = merge_settings(given, config_file, False, environment, cluster.layer if cluster is not None else {})
+    resolved = merge_settings(
+        flag_values, config_file, False, environment, cluster.layer if cluster is not None else {}
+    )
     num_bad = 0
-    is_first = cluster is None or cluster.task is None or cluster.task.local_rank == 0
-    for finding in examine_machine(environment, _run(resolved)) if is_first else ():
-        click.echo(finding.format_text())
-        num_bad += finding.level == "bad"
+    # In a cluster job with several tasks per machine, one task reports on the machine.
+    is_first_task = cluster is None or cluster.task is None or cluster.task.local_rank == 0
+    if is_first_task:
+        for finding in examine_machine(environment, _read_checked_run(resolved)):
+            click.echo(finding.format_text())
+            num_bad += finding.level == "bad"
     if here:
         click.get_current_context().exit(1 if num_bad else 0)
-    if not _starts_several(resolved, environment):
-        given = {**given, "num_processes": 2, "cpu": True}
-    more = {"module": True, "no_python": None, "quiet": True}
-    start_script("headway.cli.checks", ("doctor", str(num_bad)), config_file, False, False, **{**given, **more})
+    launch_values = {**flag_values, "module": True, "no_python": None, "quiet": True}
+    if not _has_several_processes(resolved, environment):
+        # A link can only be measured between two processes.
+        launch_values.update(num_processes=2, cpu=True)
+    start_script("headway.cli.checks", ("doctor", str(num_bad)), config_file, False, False, **launch_values)
 
 
-def _run(resolved: ResolvedSettings) -> CheckedRun:
+def _read_checked_run(resolved: ResolvedSettings) -> CheckedRun:
+    """Return the machines and the rendezvous address of a launch with the given settings."""
     return CheckedRun(
         resolved.get("num_machines", 1),
         resolved.get("machine_rank", 0),
@@ -340,15 +366,16 @@ def _run(resolved: ResolvedSettings) -> CheckedRun:
     )
 
 
-def _starts_several(resolved: ResolvedSettings, environment: dict[str, str]) -> bool:
+def _has_several_processes(resolved: ResolvedSettings, environment: dict[str, str]) -> bool:
+    """Whether a launch starts several processes, or the user chose their number, which the doctor then keeps."""
     if resolved.get("num_machines", 1) > 1 or resolved.config.is_set("num_processes"):
         return True
     return len(machine.inspect_machine(environment).device_ids) > 1 and not resolved.get("cpu", False)
 
 
-_LEFT_OUT = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
+_UNSUPPORTED_OPTIONS = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
 _PARAMS = [
-    *(each for each in make_setting_options() if each.name not in _LEFT_OUT),
+    *(each for each in make_setting_options() if each.name not in _UNSUPPORTED_OPTIONS),
     CONFIG_FILE,
     make_option("--here", None, "Configuration", "Check only this machine, without starting processes."),
 ]

@@ -22,14 +22,14 @@ _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torch
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLURM_JOB_ID")
 
 
-def get_progress_texts() -> dict[str, str]:
+def describe_environment() -> dict[str, str]:
     """Return versions, hardware and configuration of this installation as text by name.
 
     This includes environment variables that affect a run, but not the values of secrets.
     """
     environment = env.copy_variables()
-    here = machine.inspect_machine(environment)
-    found = {
+    this_machine = machine.inspect_machine(environment)
+    entries = {
         "headway": f"{__version__} ({Path(__file__).resolve().parents[1]})",
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
@@ -37,19 +37,19 @@ def get_progress_texts() -> dict[str, str]:
     for package in _PACKAGES:
         version = _find_version(package)
         if version or package == "torch":
-            found[package] = version or "not installed"
-    found["accelerators"] = _describe_accelerators(here)
-    found["CPU cores"] = str(here.num_cores)
-    found["memory"] = _describe_memory()
+            entries[package] = version or "not installed"
+    entries["accelerators"] = _describe_accelerators(this_machine)
+    entries["CPU cores"] = str(this_machine.num_cores)
+    entries["memory"] = _describe_memory()
     file = find_default_file(environment)
-    found["config file"] = f"{file}" + ("" if file.exists() else " (none there)")
-    found["layout"] = _describe_layout(environment)
+    entries["config file"] = f"{file}" + ("" if file.exists() else " (none there)")
+    entries["layout"] = _describe_layout(environment)
     for name in sorted(environment):
         if name in (env.SECRET, env.CONTROL):
-            found[name] = "set, and not shown"
+            entries[name] = "set, and not shown"
         elif name in _VARIABLES or (name.startswith(env.PREFIX) and name != env.PAYLOAD):
-            found[name] = environment[name]
-    return found
+            entries[name] = environment[name]
+    return entries
 
 
 def _describe_layout(environment: dict[str, str]) -> str:
@@ -73,10 +73,10 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-def _describe_accelerators(here: machine.Machine) -> str:
-    if here.accelerator is None:
+def _describe_accelerators(this_machine: machine.Machine) -> str:
+    if this_machine.accelerator is None:
         return "none that this torch can use"
-    return f"{len(here.device_ids)} x {here.accelerator} ({', '.join(here.device_ids)})"
+    return f"{len(this_machine.device_ids)} x {this_machine.accelerator} ({', '.join(this_machine.device_ids)})"
 
 
 def _describe_memory() -> str:
@@ -87,12 +87,12 @@ def _describe_memory() -> str:
 
 
 def _run_env(as_json: bool) -> None:
-    found = get_progress_texts()
+    entries = describe_environment()
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(entries, indent=2))
         return
-    width = max(len(name) for name in found)
-    for name, value in found.items():
+    width = max(len(name) for name in entries)
+    for name, value in entries.items():
         click.echo(f"{name:<{width}}  {value}")
 
 

@@ -30,7 +30,6 @@ then also be a config file or a transformers model type. With --script, forecast
 second update, on tensors without values.
 """
 
-
 _EPILOG = format_examples(
     "headway estimate llama/                        sizes, placement, highest speed",
     "headway estimate llama/ --dtype int4           placement in int4",
@@ -42,18 +41,15 @@ _EPILOG = format_examples(
 )
 
 
-_OF_SCRIPTS = ("device", "budget", "page", "as_json")
+_SCRIPT_OPTIONS = ("device", "budget", "page", "as_json")
 """Options that can be combined with `--script`. The script itself determines what all other options would set."""
 
-
-_OF_RUNNING = ("dtype", "batch_size", "sequence")
-
+_INFERENCE_OPTIONS = ("dtype", "batch_size", "sequence")
+"""Options that can be used without `--device`, when the command reports the requirements for running the model."""
 
 LOOPS = ("plain", "zero_grad_before_backward", "loss_function")
 
-
 _ONE_GPU = "it ranks ways to train on one GPU, and `headway plan` ranks layouts"
-
 
 NOT_FOR_RANKING = {
     "batch_size": "the micro-batch is searched for",
@@ -66,43 +62,47 @@ NOT_FOR_RANKING = {
 }
 """Options of a forecast that cannot be combined with `--global_batch_size`, mapped to the reason."""
 
-
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
 def _run_estimate(
     folder: Path | None, arguments: tuple[str, ...], script: bool, calibrate: bool, **options: Any
 ) -> None:
-    given = {name: value for name, value in options.items() if value not in (None, False) and name != "inference"}
+    """Check the options before torch is imported, then print the calibration, the forecast or the estimate of the model."""
+    typed_options = {
+        name: value for name, value in options.items() if value not in (None, False) and name != "inference"
+    }
     if calibrate:
-        if folder is not None or given:
+        if folder is not None or typed_options:
             raise ConfigError("--calibrate measures this machine's GPU and takes no other arguments; remove them")
         click.echo(calibrate_device())
         return
     if folder is None:
         raise ConfigError("FOLDER is missing: a folder with a config.json, or with --device a transformers model type")
-    if given.get("device", "this").lower() != "this":
+    if typed_options.get("device", "this").lower() != "this":
         from headway.forecasting.device import devices
 
-        devices.find_device(given["device"])  # report an unknown name before torch is loaded
-    _check_arguments(folder, arguments, script, given)
+        devices.find_device(typed_options["device"])  # report an unknown name before torch is loaded
+    _check_arguments(folder, arguments, script, typed_options)
     # Import it now: a script's folder, which may contain files named like Python's modules, comes first on sys.path later.
     import headway.core.tracking.report.forecast_page  # noqa: F401
 
     show_progress()
     if script:
-        click.echo(format_script_forecast(folder, arguments, **given))
+        click.echo(format_script_forecast(folder, arguments, **typed_options))
         return
-    if "device" in given:
-        _echo_forecast(str(folder), given)
+    if "device" in typed_options:
+        _echo_forecast(str(folder), typed_options)
         return
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.inference import tabulate
 
-    click.echo("\n".join(tabulate(folder, given.get("dtype"), given.get("batch_size", 1), given.get("sequence"))))
+    dtype, sequence = typed_options.get("dtype"), typed_options.get("sequence")
+    for line in tabulate(folder, dtype, typed_options.get("batch_size", 1), sequence):
+        click.echo(line)
 
 
-def _check_arguments(folder: Path, arguments: tuple[str, ...], script: bool, given: dict[str, Any]) -> None:
+def _check_arguments(folder: Path, arguments: tuple[str, ...], script: bool, typed_options: dict[str, Any]) -> None:
     """Raise `ConfigError` if options contradict each other or refer to unknown names.
 
     This check runs before torch is imported.
@@ -111,26 +111,26 @@ def _check_arguments(folder: Path, arguments: tuple[str, ...], script: bool, giv
         folder: Path of the script, or the model as the user typed it: a folder, config file or model type.
         arguments: Arguments of the script.
         script: Whether `--script` was given.
-        given: Options by name.
+        typed_options: Options by name.
     """
     if script:
-        _check_script(given)
+        _check_script(typed_options)
         return
     if arguments:
         raise ConfigError(f"{' '.join(arguments)}: only a script takes arguments; add --script, or remove them")
-    if "device" in given:
-        dtype = given.get("dtype", "")
-        if dtype.startswith("int") and (dtype, "lora" in given) != ("int4", True):
+    if "device" in typed_options:
+        dtype = typed_options.get("dtype", "")
+        if dtype.startswith("int") and (dtype, "lora" in typed_options) != ("int4", True):
             raise ConfigError(
                 f"--dtype {dtype} is for running a model; training takes float32, bfloat16 or float16, or int4 with --lora (QLoRA)"
             )
         check_model_name(str(folder))
         return
-    for name in given:
-        if name not in _OF_RUNNING:
+    for name in typed_options:
+        if name not in _INFERENCE_OPTIONS:
             raise ConfigError(f"{_format_flag(name)} is for training; add --device, such as --device a100-40gb")
-    if "batch_size" in given and "sequence" not in given:
-        raise ConfigError(f"--batch_size {given['batch_size']} needs --sequence, the tokens of each sample")
+    if "batch_size" in typed_options and "sequence" not in typed_options:
+        raise ConfigError(f"--batch_size {typed_options['batch_size']} needs --sequence, the tokens of each sample")
     check_model_folder(folder)
 
 
@@ -139,28 +139,28 @@ def _format_flag(name: str) -> str:
     return "--json" if name == "as_json" else f"--{name}"
 
 
-def _echo_forecast(model: str, given: dict[str, Any]) -> None:
-    if "global_batch_size" not in given:
-        click.echo(format_forecast(model, **given))
+def _echo_forecast(model: str, typed_options: dict[str, Any]) -> None:
+    if "global_batch_size" not in typed_options:
+        click.echo(format_forecast(model, **typed_options))
         return
-    found, has_room = format_ranking(model, **given)
-    click.echo(found)
+    table, has_room = format_ranking(model, **typed_options)
+    click.echo(table)
     if not has_room:
         raise SystemExit(1)
 
 
-def _check_script(given: dict[str, Any]) -> None:
-    if "device" not in given:
+def _check_script(typed_options: dict[str, Any]) -> None:
+    if "device" not in typed_options:
         raise ConfigError("--script needs --device, such as --device a100-40gb")
-    for name in given:
-        if name not in _OF_SCRIPTS:
+    for name in typed_options:
+        if name not in _SCRIPT_OPTIONS:
             raise ConfigError(
                 f"{_format_flag(name)} is decided by the script; with --script, pass it to the script instead"
             )
 
 
 def format_forecast(
-    model: str, page: Path | None = None, as_json: bool = False, longest: bool = False, **given: Any
+    model: str, page: Path | None = None, as_json: bool = False, longest: bool = False, **options: Any
 ) -> str:
     """Return the memory forecast for a transformers model as text or JSON.
 
@@ -169,33 +169,39 @@ def format_forecast(
         page: File for an HTML page. Default: no page.
         as_json: Whether to return JSON. Default: False.
         longest: Whether to search for the longest sequence too. Default: False.
-        given: Values of other command-line options by name, such as `device`. Missing options have their defaults.
+        options: Values of other command-line options by name, such as `device`. Missing options have their defaults.
 
     Raises:
         ConfigError: If an option is invalid, or the page cannot be written.
         UnsupportedError: If the training step cannot be traced.
     """
-    if ("strategy" in given) != ("ranks" in given):
+    if ("strategy" in options) != ("ranks" in options):
         raise ConfigError("--strategy and --ranks go together, as in --strategy fsdp --ranks 8; give both, or none")
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.forecast import forecast
     from headway.planning.sources import find_source, make_length_search, make_trainable, parse_lora_rank
 
-    source = find_source(model, given.setdefault("batch_size", 1), given.pop("sequence", None), given.pop("task", None))
-    rank = parse_lora_rank(given.pop("lora")) if "lora" in given else None
-    is_packed = given.pop("packing", False)
-    make, batch, loss = make_trainable(source, given.pop("attention", None), given.pop("dtype", None), rank, is_packed)
-    given["accumulation"] = given.pop("gradient_accumulation_steps", 1)
-    given["recompute"] = given.pop("activation_checkpointing", False)
-    given["precision"] = given.pop("mixed_precision", "no")
-    found = forecast(make, batch, loss=loss, longest=make_length_search(source) if longest else None, **given)
-    if found.peak_line.startswith(sys.argv[0]):  # a line of this command is of no use to the user
-        found = replace(found, peak_line="")
-    return _format_found(found, source.title, f"{source.title}, {source.batch}", page, as_json)
+    source = find_source(
+        model, options.setdefault("batch_size", 1), options.pop("sequence", None), options.pop("task", None)
+    )
+    lora_rank = parse_lora_rank(options.pop("lora")) if "lora" in options else None
+    is_packed = options.pop("packing", False)
+    make_model, batch, loss = make_trainable(
+        source, options.pop("attention", None), options.pop("dtype", None), lora_rank, is_packed
+    )
+    options["accumulation"] = options.pop("gradient_accumulation_steps", 1)
+    options["recompute"] = options.pop("activation_checkpointing", False)
+    options["precision"] = options.pop("mixed_precision", "no")
+    forecast_result = forecast(
+        make_model, batch, loss=loss, longest=make_length_search(source) if longest else None, **options
+    )
+    if forecast_result.peak_line.startswith(sys.argv[0]):  # a line of this command is of no use to the user
+        forecast_result = replace(forecast_result, peak_line="")
+    return _format_forecast(forecast_result, source.title, f"{source.title}, {source.batch}", page, as_json)
 
 
 def format_script_forecast(
-    script: Path, arguments: tuple[str, ...], page: Path | None = None, as_json: bool = False, **given: Any
+    script: Path, arguments: tuple[str, ...], page: Path | None = None, as_json: bool = False, **options: Any
 ) -> str:
     """Return the memory forecast for a training script as text or JSON.
 
@@ -204,7 +210,7 @@ def format_script_forecast(
         arguments: Arguments of the script.
         page: File for an HTML page. Default: no page.
         as_json: Whether to return JSON. Default: False.
-        given: Values of the options `device` and `budget`.
+        options: Values of the options `device` and `budget`.
 
     Raises:
         ConfigError: If an option is invalid, the page cannot be written, or the script does not exist, makes no update
@@ -213,32 +219,44 @@ def format_script_forecast(
     """
     from headway.planning.forecast import forecast_script
 
-    return _format_found(forecast_script(script, arguments, **given), script.name, str(script), page, as_json)
+    return _format_forecast(forecast_script(script, arguments, **options), script.name, str(script), page, as_json)
 
 
-def _format_found(found: Any, title: str, heading: str, page: Path | None, as_json: bool) -> str:
+def _format_forecast(forecast: Any, title: str, heading: str, page: Path | None, as_json: bool) -> str:
+    """Return a forecast as text or JSON, and write its HTML page if `page` is given.
+
+    Args:
+        forecast: Forecast of a model or a script.
+        title: Title of the page.
+        heading: First line of the text.
+        page: File for the page. None: no page.
+        as_json: Whether to return JSON. A note about the page then goes to standard error.
+
+    Raises:
+        ConfigError: If the page cannot be written.
+    """
     if page is not None:
         from headway.core.tracking.report.forecast_page import render_forecast_page
 
         try:
-            page.write_text(render_forecast_page(title, found.as_dict()), encoding="utf-8")
+            page.write_text(render_forecast_page(title, forecast.as_dict()), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {page} ({error.strerror}); name another file with --page") from error
-    where = "" if page is None else f"page written to {page}"
+    page_note = "" if page is None else f"page written to {page}"
     if as_json:
-        if where:
-            click.echo(where, err=True)  # stdout holds JSON alone
-        return json.dumps(found.as_dict(), indent=1)
-    return "\n".join([heading, found.describe(), *([where] if where else [])])
+        if page_note:
+            click.echo(page_note, err=True)  # stdout holds JSON alone
+        return json.dumps(forecast.as_dict(), indent=1)
+    return "\n".join([heading, forecast.describe(), *([page_note] if page_note else [])])
 
 
-def format_ranking(model: str, as_json: bool = False, **given: Any) -> tuple[str, bool]:
+def format_ranking(model: str, as_json: bool = False, **options: Any) -> tuple[str, bool]:
     """Return the configurations that can train with a given global batch size, cheapest first, as text or JSON.
 
     Args:
         model: Folder, config file or model type.
         as_json: Whether to return JSON. Default: False.
-        given: Values of other options by name. global_batch_size and device are required. Without mixed_precision,
+        options: Values of other options by name. global_batch_size and device are required. Without mixed_precision,
             "no" and "bf16" are tried. Without activation_checkpointing, both settings are tried. The value of optimizer
             is a comma-separated list of names to try.
 
@@ -249,31 +267,34 @@ def format_ranking(model: str, as_json: bool = False, **given: Any) -> tuple[str
         ConfigError: If an option is invalid or cannot be combined with a global batch size.
         UnsupportedError: If no configuration can be traced.
     """
-    for name in NOT_FOR_RANKING.keys() & given.keys():
+    for name in NOT_FOR_RANKING.keys() & options.keys():
         raise ConfigError(f"{_format_flag(name)} and --global_batch_size: {NOT_FOR_RANKING[name]}; give one of them")
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.cheapest import cheapest, format_table
     from headway.planning.sources import find_source, make_trainable
 
-    source = find_source(model, 1, given.get("sequence"), given.get("task"))
-    make, batch, loss = make_trainable(source, dtype=given.get("dtype"))
+    source = find_source(model, 1, options.get("sequence"), options.get("task"))
+    make_model, batch, loss = make_trainable(source, dtype=options.get("dtype"))
     rows = cheapest(
-        make,
+        make_model,
         batch,
-        global_batch_size=given["global_batch_size"],
-        device=given["device"],
-        budget=given.get("budget"),
-        optimizers=tuple(given.get("optimizer", "adamw").split(",")),
-        precisions=(given["mixed_precision"],) if "mixed_precision" in given else ("no", "bf16"),
-        recompute=(True,) if "activation_checkpointing" in given else (False, True),
-        attention=(given.get("attention"),),
+        global_batch_size=options["global_batch_size"],
+        device=options["device"],
+        budget=options.get("budget"),
+        optimizers=tuple(options.get("optimizer", "adamw").split(",")),
+        precisions=(options["mixed_precision"],) if "mixed_precision" in options else ("no", "bf16"),
+        recompute=(True,) if "activation_checkpointing" in options else (False, True),
+        attention=(options.get("attention"),),
         loss=loss,
-        loop=given.get("loop", "plain"),
+        loop=options.get("loop", "plain"),
     )
     has_room = any(row.fits for row in rows)
     if as_json:
         return json.dumps([row.as_dict() for row in rows], indent=1), has_room
-    lines = [f"{source.title}, {given['global_batch_size']} x {source.batch}, {given['device']}", format_table(rows)]
+    lines = [
+        f"{source.title}, {options['global_batch_size']} x {source.batch}, {options['device']}",
+        format_table(rows),
+    ]
     lines += [f"not traced: {row.optimizer}, {row.precision}: {row.problem}" for row in rows if row.problem]
     lines.append("cost: of one update beside the first row's, from counted operations; not a forecast of time")
     if not has_room:
@@ -305,44 +326,35 @@ def calibrate_device() -> str:
     )
 
 
-_SEARCHED = (
+_GLOBAL_BATCH_SIZE_HELP = (
     "Rank the configurations that train with this many samples per update. --optimizer may then contain several names, separated "
     "by commas. The exit code is 1 if none is certain to fit."
 )
 
-
-_MEASURED = (
+_CALIBRATE_HELP = (
     "Measure the memory that a process needs on this machine's GPU besides tensors, and store it for later forecasts."
 )
 
+_PAGE_HELP = "Also write an HTML page of a forecast: memory over the step and against the batch size."
 
-_DRAWN = "Also write an HTML page of a forecast: memory over the step and against the batch size."
-
-
-_HERE = (
+_DEVICE_HELP = (
     'Forecast training on this GPU: a name such as h100 or rtx-4090, "this" for this machine\'s GPU, a product name as '
     "nvidia-smi prints it, or a memory size such as 48GiB."
 )
 
+_ATTENTION_HELP = "The model's attention.  [default: the model's]"
 
-_ATTENTION = "The model's attention.  [default: the model's]"
+_TASK_HELP = f"The model's head: {', '.join(TASKS)}.  [default: the config's]"
 
+_LORA_HELP = "Train LoRA adapters of this rank (PEFT); the model itself is frozen."
 
-_TASK = f"The model's head: {', '.join(TASKS)}.  [default: the config's]"
-
-
-_LORA = "Train LoRA adapters of this rank (PEFT); the model itself is frozen."
-
-
-_LOOP = (
+_LOOP_HELP = (
     f"Form of the training loop, which decides what memory is held between calls: {', '.join(LOOPS)}.  [default: plain]"
 )
 
+_SCRIPT_HELP = "FOLDER is a training script, which gets ARGS."
 
-_RUN = "FOLDER is a training script, which gets ARGS."
-
-
-_PLACED = (
+_DTYPE_HELP = (
     "Place the model in this dtype, or train its weights in it; int4 with --lora is QLoRA.  "
     "[default: that of the config]"
 )
@@ -357,23 +369,23 @@ estimate = GroupedCommand(
         click.Argument(["arguments"], metavar="[-- ARGS]...", nargs=-1),
         make_model_option("batch_size", "Workload"),
         make_model_option("sequence", "Workload", "; without --device, no tokens are counted]"),
-        make_option("--dtype", "|".join(_DTYPES), "Running", _PLACED, _DTYPES),
+        make_option("--dtype", "|".join(_DTYPES), "Running", _DTYPE_HELP, _DTYPES),
         make_option("--inference", None, "Running", "Run the model (the default).", hidden=True),
-        make_option("--device", "NAME", "Training", _HERE),
-        make_option("--script", None, "Training", _RUN),
+        make_option("--device", "NAME", "Training", _DEVICE_HELP),
+        make_option("--script", None, "Training", _SCRIPT_HELP),
         make_model_option("optimizer", "Training"),
         make_model_option("mixed_precision", "Training"),
         make_model_option("activation_checkpointing", "Training"),
         make_option(
             "--gradient_accumulation_steps", "N", "Training", "Micro-batches per update.  [default: 1]", POSITIVE
         ),
-        make_option("--attention", "eager|sdpa", "Training", _ATTENTION, ("eager", "sdpa"), is_rare=True),
+        make_option("--attention", "eager|sdpa", "Training", _ATTENTION_HELP, ("eager", "sdpa"), is_rare=True),
         make_option(
             "--packing", None, "Training", "Several documents in each sequence, masked from each other.", is_rare=True
         ),
-        make_option("--task", "NAME", "Training", _TASK, tuple(TASKS), is_rare=True),
-        make_option("--lora", "r=N", "Training", _LORA, is_rare=True),
-        make_option("--loop", "NAME", "Training", _LOOP, LOOPS, is_rare=True),
+        make_option("--task", "NAME", "Training", _TASK_HELP, tuple(TASKS), is_rare=True),
+        make_option("--lora", "r=N", "Training", _LORA_HELP, is_rare=True),
+        make_option("--loop", "NAME", "Training", _LOOP_HELP, LOOPS, is_rare=True),
         make_model_option("ranks", "Training", " Goes with --strategy."),
         make_model_option("strategy", "Training", " over --ranks; the answer is for rank 0."),
         make_model_option("machine_ranks", "Training", is_rare=True),
@@ -381,9 +393,9 @@ estimate = GroupedCommand(
         make_option(
             "--longest", None, "Training", "Also search for the longest sequence at this batch size.", is_rare=True
         ),
-        make_option("--global_batch_size", "N", "Training", _SEARCHED, POSITIVE),
-        make_option("--calibrate", None, "Training", _MEASURED, is_rare=True),
-        make_option("--page", "FILE", "Output", _DRAWN, LocalPath(path_type=Path, dir_okay=False), is_rare=True),
+        make_option("--global_batch_size", "N", "Training", _GLOBAL_BATCH_SIZE_HELP, POSITIVE),
+        make_option("--calibrate", None, "Training", _CALIBRATE_HELP, is_rare=True),
+        make_option("--page", "FILE", "Output", _PAGE_HELP, LocalPath(path_type=Path, dir_okay=False), is_rare=True),
         JSON,
     ],
     help=_ABOUT,

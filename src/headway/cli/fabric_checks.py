@@ -12,21 +12,21 @@ from pathlib import Path
 import torch
 
 from headway.accelerator import Accelerator
-from headway.cli.doctor import Finding, grade
+from headway.cli.doctor import Finding, make_finding
 from headway.common import env
 from headway.version import __version__
 
-_SMALL, _LARGE = 1, 4 * 2**20  # numbers of float32 elements
+_SMALL_LENGTH, _LARGE_LENGTH = 1, 4 * 2**20  # numbers of float32 elements in a timed tensor
 
-_NUM_SMALL, _NUM_LARGE = 50, 5  # numbers of timed all-reduces of each size
+_NUM_SMALL_REPEATS, _NUM_LARGE_REPEATS = 50, 5  # numbers of timed all-reduces of each size
 
-_APART = 1.0
+_MAX_CLOCK_DIFFERENCE = 1.0
 """Difference in seconds from which the clocks of two ranks are reported as different."""
 
-_SLOW = 100.0
+_MIN_BANDWIDTH = 100.0
 """Bandwidth in MB/s below which an all-reduce is reported as slow. A 1 Gbit/s link has about this bandwidth."""
 
-_FAR = 5.0
+_MAX_LATENCY = 5.0
 """Duration in milliseconds above which a one-element all-reduce is reported as slow.
 
 A local network completes several round trips in this time.
@@ -69,57 +69,58 @@ def gather_locations(accelerator: Accelerator) -> list[RankLocation]:
     collectives.barrier()
     clock = time.time()  # all ranks have just left the barrier
     interface = env.get("GLOO_SOCKET_IFNAME") or ""
-    place = RankLocation(
+    location = RankLocation(
         accelerator.process_index, socket.gethostname(), tuple(versions.items()), sees_nonce, clock, interface
     )
-    places = collectives.gather_objects(place)
+    locations = collectives.gather_objects(location)
     if accelerator.is_main_process:
         Path(nonce).unlink()
-    return places
+    return locations
 
 
-def compare_locations(places: Sequence[RankLocation]) -> Iterator[Finding]:
+def compare_locations(locations: Sequence[RankLocation]) -> Iterator[Finding]:
     """Compare the versions, working folders and clocks of all ranks, and yield the findings.
 
     Clocks are compared only if there are several hosts.
     """
-    first = places[0]
-    hosts = list(dict.fromkeys(place.host for place in places))
+    first = locations[0]
+    hosts = list(dict.fromkeys(location.host for location in locations))
     yield Finding(
         "ok",
-        f"{len(places)} processes on {len(hosts)} host{'s' if len(hosts) > 1 else ''} have met: {', '.join(hosts)}",
+        f"{len(locations)} processes on {len(hosts)} host{'s' if len(hosts) > 1 else ''} have met: {', '.join(hosts)}",
     )
-    others = [place for place in places if place.versions != first.versions]
-    if others:
-        versions = "; ".join(f"{place.host}: {_format_versions(place)}" for place in (first, others[0]))
+    different = [location for location in locations if location.versions != first.versions]
+    if different:
+        versions = "; ".join(f"{location.host}: {_format_versions(location)}" for location in (first, different[0]))
         yield Finding(
             "bad",
             f"machines run different versions: {versions}",
             "install the same on all: results and hangs depend on it",
         )
-    blind = list(dict.fromkeys(place.host for place in places if not place.sees_nonce))
-    if blind:
+    hosts_without_folder = list(dict.fromkeys(location.host for location in locations if not location.sees_nonce))
+    if hosts_without_folder:
         yield Finding(
             "note",
-            f"the working folder {Path.cwd()} of {first.host} is not shared with {', '.join(blind)}",
+            f"the working folder {Path.cwd()} of {first.host} is not shared with {', '.join(hosts_without_folder)}",
             "start in a folder on a shared disk, or expect scripts, data and checkpoints to be apart on each machine",
         )
     elif len(hosts) > 1:
         yield Finding("ok", f"all machines see one working folder, {Path.cwd()}")
     if len(hosts) > 1:
-        yield _compare_clocks(places)
+        yield _compare_clocks(locations)
 
 
-def _format_versions(place: RankLocation) -> str:
-    return ", ".join(f"{name} {version}" for name, version in place.versions)
+def _format_versions(location: RankLocation) -> str:
+    return ", ".join(f"{name} {version}" for name, version in location.versions)
 
 
-def _compare_clocks(places: Sequence[RankLocation]) -> Finding:
-    early, late = (pick(places, key=lambda place: place.clock) for pick in (min, max))
-    apart = late.clock - early.clock
-    if apart < _APART:
-        return Finding("ok", f"clocks are at most {apart:.2f} s apart (read right after a barrier)")
-    description = f"the clocks of {early.host} and {late.host} are {apart:.1f} s apart"
+def _compare_clocks(locations: Sequence[RankLocation]) -> Finding:
+    earliest = min(locations, key=lambda location: location.clock)
+    latest = max(locations, key=lambda location: location.clock)
+    difference = latest.clock - earliest.clock
+    if difference < _MAX_CLOCK_DIFFERENCE:
+        return Finding("ok", f"clocks are at most {difference:.2f} s apart (read right after a barrier)")
+    description = f"the clocks of {earliest.host} and {latest.host} are {difference:.1f} s apart"
     return Finding("note", description, "run NTP (chrony): times in logs and the order of failures mislead otherwise")
 
 
@@ -134,36 +135,44 @@ def measure_link(accelerator: Accelerator) -> tuple[float, float]:
         times = []
         for _ in range(repeats + 2):
             accelerator.collectives.barrier()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             accelerator.collectives.sum_in_place([tensor])
             tensor[0].item()  # wait for the device
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - started)
         return statistics.median(times[2:])  # the first two all-reduces are for warm-up
 
-    return measure_seconds(_SMALL, _NUM_SMALL) * 1e3, _LARGE * 4 / measure_seconds(_LARGE, _NUM_LARGE) / 1e6
+    latency = measure_seconds(_SMALL_LENGTH, _NUM_SMALL_REPEATS) * 1e3
+    seconds = measure_seconds(_LARGE_LENGTH, _NUM_LARGE_REPEATS)
+    return latency, _LARGE_LENGTH * 4 / seconds / 1e6
 
 
-def judge_link(latency: float, rate: float, places: Sequence[RankLocation]) -> Iterator[Finding]:
+def check_link(latency: float, bandwidth: float, locations: Sequence[RankLocation]) -> Iterator[Finding]:
     """Yield findings about the measured link, with likely causes if it is slow.
 
     Args:
         latency: Duration of a one-element all-reduce in milliseconds.
-        rate: Bandwidth of a large all-reduce in MB/s.
-        places: Location of every rank.
+        bandwidth: Bandwidth of a large all-reduce in MB/s.
+        locations: Location of every rank.
     """
-    between = "machines" if len({place.host for place in places}) > 1 else "processes"
-    way = f" over {places[0].interface}" if places[0].interface else ""
-    if between == "machines":
+    has_several_hosts = len({location.host for location in locations}) > 1
+    interface_note = f" over {locations[0].interface}" if locations[0].interface else ""
+    if has_several_hosts:
         hint = "another interface may be nearer (name it in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME), or the hosts are far apart"
     else:
         hint = "more processes than free cores: give fewer with -n, or fewer threads with --num_cpu_threads_per_process"
-    yield grade(latency <= _FAR, f"an all-reduce of one number takes {latency:.2f} ms{way}", hint)
-    if between == "machines":
+    yield make_finding(
+        latency <= _MAX_LATENCY, f"an all-reduce of one number takes {latency:.2f} ms{interface_note}", hint
+    )
+    if has_several_hosts:
         hint = (
             "as on a link of 1 Gbit/s or less: name a faster interface in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs), look "
             "for a lossy cable (`ip -s link`), and compress or accumulate gradients"
         )
-    yield grade(rate >= _SLOW, f"an all-reduce of {_LARGE * 4 // 2**20} MiB runs at {rate:.0f} MB/s{way}", hint)
+    yield make_finding(
+        bandwidth >= _MIN_BANDWIDTH,
+        f"an all-reduce of {_LARGE_LENGTH * 4 // 2**20} MiB runs at {bandwidth:.0f} MB/s{interface_note}",
+        hint,
+    )
 
 
 def check_fabric(num_bad: int) -> bool:
@@ -175,10 +184,10 @@ def check_fabric(num_bad: int) -> bool:
         num_bad: Number of bad findings from the checks of this rank's machine, which have already run.
     """
     accelerator = Accelerator()
-    places = gather_locations(accelerator)
-    findings = list(compare_locations(places))
+    locations = gather_locations(accelerator)
+    findings = list(compare_locations(locations))
     if accelerator.num_processes > 1:
-        findings += judge_link(*measure_link(accelerator), places)
+        findings += check_link(*measure_link(accelerator), locations)
     for finding in findings:
         accelerator.print(finding.format_text())
     before = max(accelerator.collectives.gather_objects(num_bad))

@@ -17,12 +17,12 @@ from headway.errors import ConfigError
 
 _SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
 
-_ONLY_OF_PLUGINS = (
+_PLUGIN_ONLY_KEYS = (
     "limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy".split()  # noqa: SIM905
 )
 
 VALUE_FLAGS = (
-    *(f"fsdp_{key}" for key in layout_words.FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
+    *(f"fsdp_{key}" for key in layout_words.FSDP_KEYS if key not in _PLUGIN_ONLY_KEYS),
     *(f"parallelism_config_{key}" for key in layout_words.SIZE_KEYS),
     *layout_words.DEEPSPEED_KEYS,
 )
@@ -37,12 +37,12 @@ def make_foreign_options() -> list[click.Parameter]:
 
 
 def translate_foreign_flags(
-    given: Mapping[str, Any],
+    flag_values: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, SettingValue], tuple[str, ...]]:
     """Translate Accelerate's flags for layouts to Headway's settings.
 
     Args:
-        given: Values from the command line by flag name; None if a flag was not given.
+        flag_values: Values from the command line by flag name; None if a flag was not given.
 
     Returns:
         The remaining flags, the settings from Accelerate's flags, and notes on flags without effect.
@@ -50,46 +50,46 @@ def translate_foreign_flags(
     Raises:
         ConfigError: If a flag is not supported, a value is invalid, or two flags contradict each other.
     """
-    mine = {name: value for name, value in given.items() if name in _SWITCHES or name in VALUE_FLAGS}
-    others = {name: value for name, value in given.items() if name not in mine}
-    read = LayoutRequest()
-    for name, value in mine.items():
+    accelerate_flags = {name: value for name, value in flag_values.items() if name in _SWITCHES or name in VALUE_FLAGS}
+    own_flags = {name: value for name, value in flag_values.items() if name not in accelerate_flags}
+    request = LayoutRequest()
+    for name, value in accelerate_flags.items():
         if value is None:
             continue
         if name == "use_fsdp":
-            read.use_shards("--use_fsdp")
+            request.use_shards("--use_fsdp")
         elif name == "use_deepspeed":
-            read.use_deepspeed("--use_deepspeed")
+            request.use_deepspeed("--use_deepspeed")
         elif name in layout_words.DEEPSPEED_KEYS:
-            layout_words.read_deepspeed(read, name, value, f"--{name}")
+            layout_words.read_deepspeed(request, name, value, f"--{name}")
         elif name.startswith("fsdp_"):
-            layout_words.read_fsdp(read, name.removeprefix("fsdp_"), value, f"--{name}")
+            layout_words.read_fsdp(request, name.removeprefix("fsdp_"), value, f"--{name}")
         elif name != "use_parallelism_config":
-            layout_words.read_size(read, name.removeprefix("parallelism_config_"), value, f"--{name}")
-    for key, reason in read.refused.items():
+            layout_words.read_size(request, name.removeprefix("parallelism_config_"), value, f"--{name}")
+    for key, reason in request.refused.items():
         raise ConfigError(f"{key}: {reason}")
-    layer = {name: SettingValue(value, f"{COMMAND_LINE}: {key}") for name, (value, key) in read.settings.items()}
-    asked = read.find_strategy()
-    if asked is not None:
-        _check_agreement(others.get("strategy"), asked)
-        if others.get("strategy") is None:
-            layer["strategy"] = SettingValue(asked[0], f"{COMMAND_LINE}: {asked[1]}")
-    return others, layer, ((f"without effect: {'; '.join(read.ignored)}",) if read.ignored else ())
+    settings = {name: SettingValue(value, f"{COMMAND_LINE}: {key}") for name, (value, key) in request.settings.items()}
+    strategy = request.find_strategy()
+    if strategy is not None:
+        _check_agreement(own_flags.get("strategy"), strategy)
+        if own_flags.get("strategy") is None:
+            settings["strategy"] = SettingValue(strategy[0], f"{COMMAND_LINE}: {strategy[1]}")
+    return own_flags, settings, ((f"without effect: {'; '.join(request.ignored)}",) if request.ignored else ())
 
 
-def _check_agreement(typed: str | None, asked: tuple[str, str]) -> None:
+def _check_agreement(typed_strategy: str | None, requested: tuple[str, str]) -> None:
     """Raise `ConfigError` if Accelerate's flags and `--strategy` request contradicting layouts.
 
     `--use_fsdp --strategy fsdp+tp=2` do not contradict each other; `--use_fsdp --strategy ddp` do.
 
     Args:
-        typed: Layout given by `--strategy`, or None.
-        asked: Pair of (layout that Accelerate's flags request, text of these flags).
+        typed_strategy: Layout given by `--strategy`, or None.
+        requested: Pair of (layout that Accelerate's flags request, text of these flags).
     """
-    text, keys = asked
-    if typed is None or text == typed:
+    layout, flags = requested
+    if typed_strategy is None or layout == typed_strategy:
         return
-    by_deepspeed = text == "deepspeed" and typed.lower() in ENGINES
-    by_shards = text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower())
+    by_deepspeed = layout == "deepspeed" and typed_strategy.lower() in ENGINES
+    by_shards = layout == "fsdp" and ("fsdp" in typed_strategy.lower() or "hsdp" in typed_strategy.lower())
     if not by_deepspeed and not by_shards:
-        raise ConfigError(f"--strategy {typed} contradicts {text} from {keys}; remove one of them")
+        raise ConfigError(f"--strategy {typed_strategy} contradicts {layout} from {flags}; remove one of them")

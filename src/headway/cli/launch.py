@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from headway.cli.foreign_flags import VALUE_FLAGS, make_foreign_options, translate_foreign_flags
-from headway.cli.misplaced_flags import find_misplaced_flags
+from headway.cli.misplaced_flags import format_misplaced_flags_warning
 from headway.cli.options import (
     CONFIG_FILE,
     GroupedCommand,
@@ -47,7 +47,7 @@ _EPILOG = format_examples(
     "    --main_process_ip 10.0.0.1 --main_process_port 29400 train.py",
 )
 
-_RAW = f"{__name__}.raw"
+_TYPED_ARGS_KEY = f"{__name__}.raw"
 """Key under which click's context stores the command line as the user typed it."""
 
 
@@ -59,13 +59,13 @@ class LaunchCommand(GroupedCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Store the command line, then parse it."""
-        ctx.meta[_RAW] = list(args)
+        ctx.meta[_TYPED_ARGS_KEY] = list(args)
         return super().parse_args(ctx, args)
 
 
-def _run_launch(**given: Any) -> None:
+def _run_launch(**flag_values: Any) -> None:
     ctx = click.get_current_context()
-    start_script(**given, warning=find_misplaced_flags(ctx, ctx.meta[_RAW]))
+    start_script(**flag_values, warning=format_misplaced_flags_warning(ctx, ctx.meta[_TYPED_ARGS_KEY]))
 
 
 def start_script(
@@ -75,7 +75,7 @@ def start_script(
     dry_run: bool,
     force: bool,
     warning: str = "",
-    **given: Any,
+    **flag_values: Any,
 ) -> None:
     """Start `script` with the given settings.
 
@@ -91,7 +91,7 @@ def start_script(
         force: Whether settings of the command line override those in the script.
         warning: Text to print to standard error before the start. In a cluster job, only one task prints it. Default:
             "", for no warning.
-        given: Values from the command line by setting name; None if a flag was not given.
+        flag_values: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
         ConfigError: If settings are invalid or contradict each other, or the script does not exist.
@@ -103,60 +103,63 @@ def start_script(
 
     environment = env.copy_variables()
     cluster = clusters.detect_cluster(environment)
-    given, foreign, notes = translate_foreign_flags(given)
-    detected = cluster.layer if cluster is not None else {}
-    with _translate_own_file(config_file, given.get("run_as") is not None, environment) as own_file:
-        resolved = merge_settings(given, own_file, force, environment, detected, foreign)
-    program = Program(script, script_args, _choose_kind(resolved))
+    flag_values, accelerate_settings, notes = translate_foreign_flags(flag_values)
+    cluster_settings = cluster.layer if cluster is not None else {}
+    with _translate_own_file(config_file, flag_values.get("run_as") is not None, environment) as config_path:
+        resolved = merge_settings(flag_values, config_path, force, environment, cluster_settings, accelerate_settings)
+    program = Program(script, script_args, _choose_program_kind(resolved))
     run.check_program(program)
-    here = machine.inspect_machine(environment)
+    this_machine = machine.inspect_machine(environment)
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
-        address = network.choose_name_for_others(here.hostname)
+        address = network.choose_name_for_others(this_machine.hostname)
         commands = plan.format_commands(resolved, program, address, network.find_free_port())
         has_secret = resolved.config.is_set("secret") or bool(environment.get(env.SECRET))
-        _print_commands(commands, resolved.get("num_machines", 1), has_secret)
-    planned = plan.make_plan(resolved, program, here, environment, cluster, notes)
-    if warning and planned.banner:
+        _print_commands_and_exit(commands, resolved.get("num_machines", 1), has_secret)
+    launch_plan = plan.make_plan(resolved, program, this_machine, environment, cluster, notes)
+    if warning and launch_plan.banner:
         click.echo(warning, err=True)
     if dry_run:
-        click.echo(f"# {planned.banner}")
-        if planned.layout is not None:
-            for line in describe_groups(planned.layout):
+        click.echo(f"# {launch_plan.banner}")
+        if launch_plan.layout is not None:
+            for line in describe_groups(launch_plan.layout):
                 click.echo(f"#   {line}")
-        for note in planned.notes:
+        for note in launch_plan.notes:
             click.echo(f"# headway: {note}")
-        click.echo(planned.format_shell())
+        click.echo(launch_plan.format_shell())
         return
-    run.execute_plan(planned, environment, is_quiet=resolved.get("quiet", False))
+    run.execute_plan(launch_plan, environment, is_quiet=resolved.get("quiet", False))
 
 
 @contextmanager
-def _translate_own_file(named: str | None, is_accelerate: bool, environment: dict[str, str]) -> Iterator[str | None]:
+def _translate_own_file(
+    config_file: str | None, runs_as_accelerate: bool, environment: dict[str, str]
+) -> Iterator[str | None]:
     """Yield the path of the config file to use, or None if the user gave no path.
 
     With `--as accelerate`, a config file of Accelerate is translated first. The path of the translation is yielded,
-    which is a temporary file that is deleted when the context ends.
+    which is a temporary file that is deleted when the context ends. A file that already has Headway's keys is not
+    translated.
 
     Args:
-        named: Path that the user gave, or None.
-        is_accelerate: Whether to treat the file as `accelerate launch` does, because of `--as accelerate`.
+        config_file: Path that the user gave, or None.
+        runs_as_accelerate: Whether to treat the file as `accelerate launch` does, because of `--as accelerate`.
         environment: Environment variables of the launcher. Variables that the file requires are added.
     """
-    if named is None or not is_accelerate:
-        yield named
+    if config_file is None or not runs_as_accelerate:
+        yield config_file
         return
     from headway.compat.accelerate.launching.commands import translate_config_file
 
     with tempfile.TemporaryDirectory(prefix="headway_") as folder:
-        path, more = translate_config_file(named, Path(folder))
-        environment.update(more)
+        path, variables = translate_config_file(config_file, Path(folder))
+        environment.update(variables)
         yield path
 
 
-def _print_commands(commands: list[str], num_machines: int, has_secret: bool) -> NoReturn:
+def _print_commands_and_exit(commands: list[str], num_machines: int, has_secret: bool) -> NoReturn:
     """Print the command for each machine and exit with code 2. Unless the run has a secret, also print a new one.
 
-    The secret is an environment variable by which the machines of a run authenticate each other.
+    The processes of all machines must have this secret in the environment, to authenticate each other.
 
     Args:
         commands: Command of each machine. The last machines may be left out.
@@ -180,24 +183,24 @@ def _print_commands(commands: list[str], num_machines: int, has_secret: bool) ->
 
 
 def merge_settings(
-    given: dict[str, Any],
+    flag_values: dict[str, Any],
     config_file: str | None,
     force: bool,
     environment: dict[str, str],
-    detected: Mapping[str, SettingValue],
-    foreign: Mapping[str, SettingValue] | None = None,
+    cluster_settings: Mapping[str, SettingValue],
+    accelerate_settings: Mapping[str, SettingValue] | None = None,
 ) -> ResolvedSettings:
     """Return the settings of a launch, merged from command line, environment, config file and cluster.
 
     A source takes precedence over those after it.
 
     Args:
-        given: Values from the command line by setting name; None if a flag was not given.
+        flag_values: Values from the command line by setting name; None if a flag was not given.
         config_file: Path of the config file. None: the file that `headway config` writes, if it exists.
         force: Whether settings of the command line override those in the script.
         environment: Environment variables of the launcher.
-        detected: Settings detected from the cluster.
-        foreign: Settings from Accelerate's flags on the command line. Default: none.
+        cluster_settings: Settings detected from the cluster.
+        accelerate_settings: Settings from Accelerate's flags on the command line. Default: none.
 
     Raises:
         ConfigError: If a setting is unknown or has an invalid value, or the named config file does not exist.
@@ -205,17 +208,17 @@ def merge_settings(
     from headway.compat.accelerate.launching.config_file import explain_file_key
     from headway.core.config.files import read_file_layer
 
-    typed = {**read_command_line_layer(given), **(foreign or {})}
+    command_line = {**read_command_line_layer(flag_values), **(accelerate_settings or {})}
     layers = [
-        typed,
+        command_line,
         read_environment_layer(environment),
         read_file_layer(config_file, environment, explain_file_key),
-        detected,
+        cluster_settings,
     ]
     return merge_layers(layers, force=force)
 
 
-def _choose_kind(resolved: ResolvedSettings) -> str:
+def _choose_program_kind(resolved: ResolvedSettings) -> str:
     if resolved.get("module", False) and resolved.get("no_python", False):
         raise ConfigError(
             "--module (a Python module) and --no_python (a program that is not Python) exclude each other; remove one of them"

@@ -12,56 +12,58 @@ from headway.core.config.launch import SETTINGS
 from headway.core.config.values import parse_text
 from headway.errors import ConfigError
 
-_ONLY_OF_LAUNCHERS = {
+_LAUNCHER_ONLY_SETTINGS = {
     setting.name for setting in SETTINGS.values() if setting.group in ("Hardware", "Several machines")
 } - {"cpu"}
 """Launcher settings whose flags scripts rarely define themselves. In contrast, many scripts define --cpu."""
 
-_MOVABLE = SETTINGS.keys() - {"module", "no_python"}
+_MOVABLE_SETTINGS = SETTINGS.keys() - {"module", "no_python"}
 """Settings whose flags the suggested command line moves before the script.
 
-It moves them only if at least one of the misplaced flags is in `_ONLY_OF_LAUNCHERS`.
+It moves them only if at least one of the misplaced flags is in `_LAUNCHER_ONLY_SETTINGS`.
 """
 
 
-def find_misplaced_flags(ctx: click.Context, raw: Sequence[str]) -> str:
+def format_misplaced_flags_warning(ctx: click.Context, typed_args: Sequence[str]) -> str:
     """Return a warning if the user typed flags of the launcher after the script's name, else "".
 
     There is no warning about a flag that the launcher received too, or whose value the launcher does not accept. With
-    `--no_python`, short flags are ignored.
-    Arguments after `--`, and all arguments if `--` precedes the script, are assumed to be meant for the script.
+    `--no_python`, short flags are ignored. Arguments after `--`, and all arguments if `--` precedes the script, are assumed to be
+    meant for the script.
 
     Args:
         ctx: Parsed command line of `headway launch`.
-        raw: Arguments of `headway launch` as the user typed them.
+        typed_args: Arguments of `headway launch` as the user typed them.
     """
     script, args = str(ctx.params["script"]), list(ctx.params["script_args"])
-    flags = list(raw[: len(raw) - 1 - len(args)])
-    if flags[-1:] == ["--"]:
+    launcher_args = list(typed_args[: len(typed_args) - 1 - len(args)])
+    if launcher_args[-1:] == ["--"]:
         return ""
-    found = dict(_find_flags(ctx, args, _ONLY_OF_LAUNCHERS))
+    # If the user meant one of them for the launcher, the other flags after the script were probably meant for it, too.
+    launcher_only = dict(_find_launcher_flags(ctx, args, _LAUNCHER_ONLY_SETTINGS))
     if ctx.params.get("no_python"):
         # Programs have short flags of their own, as in `sh -c`, `python -m` and `echo -n`.
-        found = {at: words for at, words in found.items() if words[0].startswith("--")}
-    if not found:
+        launcher_only = {index: words for index, words in launcher_only.items() if words[0].startswith("--")}
+    if not launcher_only:
         return ""
-    found = dict(sorted((found | dict(_find_flags(ctx, args, _MOVABLE - _ONLY_OF_LAUNCHERS))).items()))
-    moved = [word for words in found.values() for word in words]
-    places = {place for at, words in found.items() for place in range(at, at + len(words))}
-    remaining = [word for place, word in enumerate(args) if place not in places]
-    which = ", ".join(map(" ".join, found.values()))
-    they = "them" if len(found) > 1 else "it"
-    begin, name = ["headway", "launch", *flags], Path(script).name
+    others = dict(_find_launcher_flags(ctx, args, _MOVABLE_SETTINGS - _LAUNCHER_ONLY_SETTINGS))
+    words_by_index = dict(sorted((launcher_only | others).items()))
+    moved = [word for words in words_by_index.values() for word in words]
+    moved_indices = {start + offset for start, words in words_by_index.items() for offset in range(len(words))}
+    remaining = [word for index, word in enumerate(args) if index not in moved_indices]
+    flags_text = ", ".join(map(" ".join, words_by_index.values()))
+    pronoun = "them" if len(words_by_index) > 1 else "it"
+    launch_command, script_name = ["headway", "launch", *launcher_args], Path(script).name
     return "\n".join(
         [
-            f"headway: warning: {which} after {name}: {name} gets {they}, and the launcher does not",
-            f"  meant for the launcher?  {shlex.join([*begin, *moved, script, *remaining])}",
-            f"  meant for the script?    {shlex.join([*begin, '--', script, *args])}",
+            f"headway: warning: {flags_text} after {script_name}: {script_name} gets {pronoun}, and the launcher does not",
+            f"  meant for the launcher?  {shlex.join([*launch_command, *moved, script, *remaining])}",
+            f"  meant for the script?    {shlex.join([*launch_command, '--', script, *args])}",
         ]
     )
 
 
-def _find_flags(
+def _find_launcher_flags(
     ctx: click.Context, args: Sequence[str], names: Container[str]
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield pairs of (index, words) for the launcher's flags among the script's arguments.
@@ -74,22 +76,29 @@ def _find_flags(
         names: Settings whose flags are searched for.
     """
     options = [option for option in ctx.command.params if isinstance(option, click.Option) and option.name in names]
-    known = {_normalize_flag(word): option for option in options for word in option.opts}
-    for at, word in enumerate(args):
+    options_by_flag = {_normalize_flag(word): option for option in options for word in option.opts}
+    for index, word in enumerate(args):
         if word == "--":
             return
         if not word.startswith("-") or word == "-":
             continue
-        is_long = word.startswith("--")
-        name, equals, value = word.partition("=") if is_long else (word[:2], word[2:], word[2:])
-        option = known.get(_normalize_flag(name))
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+        else:
+            # A short flag's value can follow without a space, as in `-n2`.
+            name, value = word[:2], word[2:]
+            equals = value
+        option = options_by_flag.get(_normalize_flag(name))
         if option is None or ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
             continue
-        if option.is_flag or equals:
-            if not equals if option.is_flag else _is_valid_value(option, value):
-                yield at, (word,)
-        elif at + 1 < len(args) and _is_valid_value(option, args[at + 1]):
-            yield at, (word, args[at + 1])
+        if option.is_flag:
+            if not equals:  # a switch takes no value, so `--cpu=1` is not the launcher's
+                yield index, (word,)
+        elif equals:
+            if _is_valid_value(option, value):
+                yield index, (word,)
+        elif index + 1 < len(args) and _is_valid_value(option, args[index + 1]):
+            yield index, (word, args[index + 1])
 
 
 def _normalize_flag(flag: str) -> str:

@@ -30,7 +30,8 @@ class PrecisionChoice(click.Choice):  # type: ignore[type-arg]
         return str(super().convert(value, param, ctx))
 
 
-_OF_MODELS = {
+# The help text of "sequence" has no closing bracket, because each command appends its own end of the default.
+_MODEL_OPTIONS = {
     "batch_size": ("N", "Samples per micro-batch on each data shard.  [default: 1]", POSITIVE),
     "sequence": ("N", "Tokens per sample.  [default: the model's maximum, up to 4096", POSITIVE),
     "optimizer": ("NAME", _OPTIMIZERS, str),
@@ -41,6 +42,7 @@ _OF_MODELS = {
     "machine_ranks": ("N", "Number of ranks per machine.  [default: 8]", POSITIVE),
     "budget": ("SIZE", "Memory limit of each process, such as 20GiB.", str),
 }
+"""Tuples of (metavar, help text, click type), by option name. The metavar None makes the option a switch."""
 
 EARLIER_NAMES = {
     "accumulation": "gradient_accumulation_steps",
@@ -54,14 +56,14 @@ EARLIER_NAMES = {
 """Current option names by their earlier names, which `estimate` and `plan` accept until the next release."""
 
 
-def make_model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:
+def make_model_option(name: str, group: str, suffix: str = "", **settings: Any) -> GroupedOption:
     """Create one of the command-line options that commands about models share.
 
     Args:
         name: Name of the option without dashes, such as "batch_size".
         group: Heading on the help page under which the option is listed.
-        more: Text that is appended to the option's help text. Default: "".
+        suffix: Text that is appended to the option's help text. Default: "".
         settings: Other arguments of click.Option.
     """
-    metavar, text, kind = _OF_MODELS[name]
-    return make_option(f"--{name}", metavar, group, text + more, kind, **settings)
+    metavar, text, value_type = _MODEL_OPTIONS[name]
+    return make_option(f"--{name}", metavar, group, text + suffix, value_type, **settings)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from headway.common.object_path import expand_home, to_path
-from headway.compat.accelerate.launching.config_file import refuse
+from headway.compat.accelerate.launching.config_file import refuse_foreign_flag
 from headway.core.config.launch import SETTINGS, LaunchSetting
 from headway.core.config.load import COMMAND_LINE, SettingValue
 from headway.core.config.values import parse_text, suggest_word
@@ -68,27 +68,29 @@ class GroupedOption(click.Option):
         return {name: value for name, value in super().get_help_extra(ctx).items() if name != "range"}
 
 
-def make_option(name: str, metavar: str | None, group: str, text: str, kind: Any = None, **more: Any) -> GroupedOption:
+def make_option(
+    name: str, metavar: str | None, group: str, text: str, value_type: Any = None, **attributes: Any
+) -> GroupedOption:
     """Create a command-line option that the help page lists under a heading.
 
     Args:
         name: Flag, such as "--tensors".
-        metavar: Placeholder of the value in the help; None for a switch without a value. If it contains "|" and `kind`
+        metavar: Placeholder of the value in the help; None for a switch without a value. If it contains "|" and `value_type`
             is a tuple, the help shows the allowed words instead.
         group: Heading.
         text: Help text.
-        kind: click type of the value, or a tuple with the allowed words. None: click's default type, which is text.
-        more: Other arguments of click.Option.
+        value_type: click type of the value, or a tuple with the allowed words. None: click's default type, which is text.
+        attributes: Other arguments of click.Option.
     """
     if metavar is None:
-        return GroupedOption([name], is_flag=True, group=group, help=text, **more)
-    if isinstance(kind, tuple) and "|" in metavar:
-        metavar, text = _show_choices(kind, text)
-    chosen = click.Choice(kind) if isinstance(kind, tuple) else kind
-    return GroupedOption([name], metavar=metavar, type=chosen, group=group, help=text, **more)
+        return GroupedOption([name], is_flag=True, group=group, help=text, **attributes)
+    if isinstance(value_type, tuple) and "|" in metavar:
+        metavar, text = _format_choices(value_type, text)
+    click_type = click.Choice(value_type) if isinstance(value_type, tuple) else value_type
+    return GroupedOption([name], metavar=metavar, type=click_type, group=group, help=text, **attributes)
 
 
-def _show_choices(choices: tuple[str, ...], text: str) -> tuple[str, str]:
+def _format_choices(choices: tuple[str, ...], text: str) -> tuple[str, str]:
     """Return the metavar (placeholder of the value) and the help text of an option with choices.
 
     If the choices are few and short, the metavar lists them. Otherwise the help text does, because it can be wrapped.
@@ -110,13 +112,14 @@ CONFIG_FILE = make_option("--config_file", "PATH", "Configuration", _WHERE, Loca
 
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
+    """Print the help page with all options, and exit."""
     if is_given:
-        ctx.meta[_SHOWS_ALL] = True
+        ctx.meta[_SHOWS_ALL_KEY] = True
         click.echo(ctx.get_help())
         ctx.exit()
 
 
-_SHOWS_ALL = f"{__name__}.all"
+_SHOWS_ALL_KEY = f"{__name__}.all"
 
 
 class GroupedCommand(click.Command):
@@ -128,9 +131,9 @@ class GroupedCommand(click.Command):
     """
 
     def __init__(self, *args: Any, aliases: Mapping[str, str] | None = None, **kwargs: Any) -> None:
-        known = aliases or {}
+        current_names = aliases or {}
         kwargs["context_settings"] = {
-            "token_normalize_func": lambda token: known.get(replace_dashes(token), replace_dashes(token)),
+            "token_normalize_func": lambda token: current_names.get(replace_dashes(token), replace_dashes(token)),
             "help_option_names": ["-h", "--help"],
             "max_content_width": 100,
             **kwargs.get("context_settings", {}),
@@ -151,7 +154,7 @@ class GroupedCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            refuse(error.option_name)
+            refuse_foreign_flag(error.option_name)
             hint = suggest_word(error.option_name.lstrip("-"), [str(given.name) for given in self.params], prefix="--")
             raise click.UsageError(f"there is no flag {error.option_name}{hint}", ctx) from None
 
@@ -161,7 +164,7 @@ class GroupedCommand(click.Command):
         If the command has rare options, only `--help-all` shows them and the headings. Otherwise all options are shown.
         """
         params = self.get_params(ctx)
-        is_short = any(getattr(each, "is_rare", False) for each in params) and _SHOWS_ALL not in ctx.meta
+        is_short = any(getattr(each, "is_rare", False) for each in params) and _SHOWS_ALL_KEY not in ctx.meta
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in params:
             record = parameter.get_help_record(ctx)
@@ -188,36 +191,40 @@ def make_setting_options() -> list[click.Parameter]:
 
 
 def _make_setting_option(setting: LaunchSetting) -> click.Option:
+    """Return the command-line option for a setting of a launch. Its value is None if the user did not give it."""
     flags = [setting.short, setting.flag] if setting.short else [setting.flag]
-    chosen, text = _show_choices(setting.choices, setting.text)
-    about: dict[str, Any] = {"group": setting.group, "is_rare": not setting.is_in_short_help}
-    about["help"] = text + (f"  [default: {setting.default}]" if setting.default else "")
+    metavar, help_text = _format_choices(setting.choices, setting.text)
+    attributes: dict[str, Any] = {"group": setting.group, "is_rare": not setting.is_in_short_help}
+    attributes["help"] = help_text + (f"  [default: {setting.default}]" if setting.default else "")
     if setting.kind == "switch":
-        return GroupedOption([*flags, setting.name], is_flag=True, default=None, **about)
-    words = {"integer": "N", "text": "TEXT", "choice": chosen, "truth": "true|false"}
-    words["number"] = "NUMBER" if setting.name == "gradient_clipping" else "SECONDS"
+        return GroupedOption([*flags, setting.name], is_flag=True, default=None, **attributes)
+    metavars = {"integer": "N", "text": "TEXT", "choice": metavar, "truth": "true|false"}
+    # Every number is a duration, with one exception.
+    metavars["number"] = "NUMBER" if setting.name == "gradient_clipping" else "SECONDS"
     if setting.choices:
-        about["shell_complete"] = lambda ctx, param, typed: [each for each in setting.choices if each.startswith(typed)]
-    return GroupedOption([*flags, setting.name], metavar=words[setting.kind], **about)
+        attributes["shell_complete"] = lambda ctx, param, typed: [
+            each for each in setting.choices if each.startswith(typed)
+        ]
+    return GroupedOption([*flags, setting.name], metavar=metavars[setting.kind], **attributes)
 
 
-def read_command_line_layer(given: Mapping[str, Any]) -> dict[str, SettingValue]:
+def read_command_line_layer(flag_values: Mapping[str, Any]) -> dict[str, SettingValue]:
     """Return the settings given on the command line.
 
     Args:
-        given: Values from the command line by setting name; None if a flag was not given.
+        flag_values: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
         ConfigError: If a value cannot be parsed or is out of range.
     """
-    layer = {}
-    for name, raw in given.items():
+    settings = {}
+    for name, raw in flag_values.items():
         if raw is None:
             continue
         setting = SETTINGS[name]
         origin = f"{COMMAND_LINE}: {setting.flag}"
-        layer[name] = SettingValue(raw if isinstance(raw, bool) else parse_text(setting, raw, origin), origin)
-    return layer
+        settings[name] = SettingValue(raw if isinstance(raw, bool) else parse_text(setting, raw, origin), origin)
+    return settings
 
 
 def format_examples(*lines: str) -> str:

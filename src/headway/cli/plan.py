@@ -30,11 +30,16 @@ _EPILOG_PLAN = format_examples(
 )
 
 
-def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **given: Any) -> None:
+def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Print a table of layouts, or one layout in full if `strategy` names only one.
+
+    Raises:
+        ConfigError: If an option is invalid, or if the only layout cannot be planned.
+    """
     for text in strategy:
         parse_layout(text)  # raises an error if invalid; a layout that does not fit the ranks becomes a table row
     check_model_name(model)
-    memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
+    memory = parse_bytes(options["budget"]) if options["budget"] is not None else None
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.compare import compare_layouts, comparison_as_dict, list_candidates, plan, tabulate
     from headway.planning.costs import ClusterRates
@@ -42,44 +47,44 @@ def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, 
     from headway.planning.outcome import describe_plan
     from headway.planning.sources import find_source
 
-    source = find_source(model, given["batch_size"], given["sequence"])
+    source = find_source(model, options["batch_size"], options["sequence"])
     cluster = ClusterRates(
-        given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
+        options["machine_ranks"], options["intra"] * 1e9, options["inter"] * 1e9, options["flops"] * 1e12, memory
     )
     show_progress()
     # Raise an error for an unknown optimizer. Otherwise each row of the table would report it.
-    resolve_optimizer(given["optimizer"])
-    planned = partial(
+    resolve_optimizer(options["optimizer"])
+    plan_layout = partial(
         plan,
         source.make,
         num_ranks=ranks,
         step=source.step,
-        optimizer=given["optimizer"],
-        precision=given["mixed_precision"],
+        optimizer=options["optimizer"],
+        precision=options["mixed_precision"],
         tokens=source.tokens,
         kwargs_handlers=[
-            PipelineOptions(given["schedule"], given["microbatches"]),
-            *([ActivationCheckpointing()] if given["activation_checkpointing"] else []),
+            PipelineOptions(options["schedule"], options["microbatches"]),
+            *([ActivationCheckpointing()] if options["activation_checkpointing"] else []),
         ],
         machine_ranks=cluster.machine_ranks,
     )
-    found = compare_layouts(
-        planned, strategy or list_candidates(ranks, cluster.machine_ranks, source.has_plan), cluster
+    comparison = compare_layouts(
+        plan_layout, strategy or list_candidates(ranks, cluster.machine_ranks, source.has_plan), cluster
     )
-    if len(strategy) == 1 and found.rows[0].plan is None:
-        raise ConfigError(found.rows[0].reason)
+    if len(strategy) == 1 and comparison.rows[0].plan is None:
+        raise ConfigError(comparison.rows[0].reason)
     if as_json:
-        click.echo(json.dumps(comparison_as_dict(found), indent=1))
+        click.echo(json.dumps(comparison_as_dict(comparison), indent=1))
         return
     lines = [
-        f"{source.title}; {source.batch} per data shard; {given['optimizer']}; mixed precision {given['mixed_precision']}",
+        f"{source.title}; {source.batch} per data shard; {options['optimizer']}; mixed precision {options['mixed_precision']}",
         f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_describe_cluster(cluster)}",
         "",
     ]
-    if len(found.rows) == 1 and (row := found.rows[0]).plan is not None:
+    if len(comparison.rows) == 1 and (row := comparison.rows[0]).plan is not None:
         lines += describe_plan(row.plan, row.cost) + ([f"does not fit: {row.reason}"] if row.reason else [])
     else:
-        lines += tabulate(found)
+        lines += tabulate(comparison)
     for line in lines:
         click.echo(line)
 

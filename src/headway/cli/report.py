@@ -74,6 +74,7 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
 
 
 def _write_file(target: Path, text: bytes) -> None:
+    """Write the page, and create its folder if necessary. Raise `ConfigError` if that fails."""
     from headway.errors import ConfigError
 
     try:

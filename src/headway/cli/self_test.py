@@ -25,9 +25,14 @@ _EPILOG_TEST = format_examples(
 )
 
 
-def _run_test(config_file: str | None, dry_run: bool, **given: Any) -> None:
+def _run_test(config_file: str | None, dry_run: bool, **flag_values: Any) -> None:
     start_script(
-        "headway.cli.checks", ("test",), config_file, dry_run, False, **{**given, "module": True, "no_python": None}
+        "headway.cli.checks",
+        ("test",),
+        config_file,
+        dry_run,
+        False,
+        **{**flag_values, "module": True, "no_python": None},
     )
 
 

@@ -29,15 +29,15 @@ def _make_model() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
-def _require_true(is_true: bool, what: str) -> None:
+def _require_true(is_true: bool, message: str) -> None:
     if not is_true:
-        raise AssertionError(what)
+        raise AssertionError(message)
 
 
-def _gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+def _gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     gather = getattr(tensor, "full_tensor", None)
-    whole: torch.Tensor = tensor if gather is None else gather()
-    return whole
+    full_tensor: torch.Tensor = tensor if gather is None else gather()
+    return full_tensor
 
 
 def check_collectives(accelerator: Accelerator) -> str:
@@ -50,8 +50,8 @@ def check_collectives(accelerator: Accelerator) -> str:
     """
     rank, count = accelerator.process_index, accelerator.num_processes
     rows = torch.full((rank + 1,), rank, device=accelerator.device)
-    wanted = [r for r in range(count) for _ in range(r + 1)]
-    _require_true(accelerator.gather(rows).tolist() == wanted, "gather lost or reordered rows")
+    expected = [r for r in range(count) for _ in range(r + 1)]
+    _require_true(accelerator.gather(rows).tolist() == expected, "gather lost or reordered rows")
     _require_true(
         accelerator.pad_across_processes(rows).shape[0] == count, "pad_across_processes missed the longest rank"
     )
@@ -92,26 +92,26 @@ def check_gradient(accelerator: Accelerator) -> str:
         Description of the successful check, for the report.
     """
     inputs, targets = _make_data()
-    whole = _make_model()
-    torch.autograd.backward(mse_loss(whole(inputs), targets))
+    reference_model = _make_model()
+    torch.autograd.backward(mse_loss(reference_model(inputs), targets))
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=_BATCH)
     model = accelerator.prepare_model(_make_model())
     prepared = accelerator.prepare_data_loader(loader)
     prepared.even_batches = False  # otherwise repeated rows would count in the loss
     accelerator.gradient_accumulation_steps = len(prepared)
-    for batch, wanted in prepared:
+    for batch, target in prepared:
         with accelerator.accumulate(model):
-            accelerator.backward(mse_loss(model(batch), wanted))
+            accelerator.backward(mse_loss(model(batch), target))
     tolerance = 1e-5 if accelerator.mixed_precision == "no" else 5e-2
     scale = accelerator.precision.get_gradient_scale()
     errors = {}
-    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters()):
+    for (name, parameter), reference in zip(model.named_parameters(), reference_model.parameters()):
         assert parameter.grad is not None
         assert reference.grad is not None
-        found = (
-            _gather_whole(parameter.grad).cpu().float() / scale
+        gradient = (
+            _gather_full_tensor(parameter.grad).cpu().float() / scale
         )  # gathering a sharded gradient is a collective that all ranks must run
-        errors[name] = (found - reference.grad).abs().max().item()
+        errors[name] = (gradient - reference.grad).abs().max().item()
     for name, error in errors.items():
         _require_true(error <= tolerance, f"the gradient of {name} is off by {error:.2g}")
     return f"a window of {len(prepared)} micro-batches on {accelerator.num_processes} ranks = one batch of {_NUM_ROWS}"
@@ -170,7 +170,7 @@ def check_setup() -> bool:
     )
     num_failed = 0
     for check in _CHECKS:
-        begun, problem, result = time.monotonic(), "", ""
+        check_started, problem, result = time.monotonic(), "", ""
         try:
             result = check(accelerator)
         except AssertionError as error:
@@ -180,7 +180,7 @@ def check_setup() -> bool:
         num_failed += bool(problems)
         name = check.__name__.removeprefix("check_").replace("_", " ")
         verdict = "FAILED " + "; ".join(problems) if problems else f"ok     {result}"
-        accelerator.print(f"  {name:15} {verdict} ({time.monotonic() - begun:.2f} s)")
+        accelerator.print(f"  {name:15} {verdict} ({time.monotonic() - check_started:.2f} s)")
     word = "all checks passed" if not num_failed else f"{num_failed} of {len(_CHECKS)} checks failed"
     accelerator.print(f"{word} in {time.monotonic() - started:.1f} s")
     accelerator.end_training()

@@ -45,7 +45,7 @@ _EPILOG = format_examples(
 )
 
 
-_REFUSED = {
+_REFUSED_SETTINGS = {
     "no_python": "verify reads what a Python script trains",
     "max_restarts": "verify restarts no run, because a failure is a result",
     "log_dir": "verify prints the last lines of a run that fails",
@@ -55,11 +55,12 @@ _REFUSED = {
 """Flags of `headway launch` that verify refuses, each with the reason."""
 
 
-def _run_verify(**given: Any) -> NoReturn:
+def _run_verify(**flag_values: Any) -> NoReturn:
+    """Check the options, then become the main process of verify. With `--json`, an invalid option is also reported as JSON."""
     try:
-        options = make_options(**given)
+        options = make_options(**flag_values)
     except HeadwayError as error:
-        if given["as_json"]:
+        if flag_values["as_json"]:
             from headway.verify.table import format_error_json
 
             click.echo(format_error_json(str(error)))
@@ -87,7 +88,7 @@ def make_options(
     device: str | None = None,
     resume_args: str | None = None,
     as_json: bool = False,
-    **given: Any,
+    **flag_values: Any,
 ) -> dict[str, Any]:
     """Return the options of `python -m headway.verify` as a dict that can be written as JSON.
 
@@ -106,7 +107,7 @@ def make_options(
         resume_args: Arguments to add to `script_args` when the script is started again after a kill, in one text that
             is split as in a shell. Default: none.
         as_json: Whether to print JSON. Default: False.
-        given: Values from the command line by setting name; None if a flag was not given.
+        flag_values: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
         ConfigError: If an argument is invalid or not supported by verify, settings contradict each other, or no proof
@@ -117,8 +118,8 @@ def make_options(
     from headway.launch.plan import Program, make_plan
     from headway.launch.run import check_program
 
-    typed = {name: value.value for name, value in read_command_line_layer(given).items()}
-    is_module = bool(typed.get("module"))
+    typed_settings = {name: value.value for name, value in read_command_line_layer(flag_values).items()}
+    is_module = bool(typed_settings.get("module"))
     # The runs start in a scratch folder, where a relative path would not find the script.
     script = script if is_module else os.path.abspath(script)
     program = Program(script, script_args, "module" if is_module else "script")
@@ -129,43 +130,53 @@ def make_options(
         from headway.forecasting.device import devices
 
         devices.find_device(device)  # report an unknown name before anything runs
-    for name, reason in _REFUSED.items():
-        if typed.get(name):
+    for name, reason in _REFUSED_SETTINGS.items():
+        if typed_settings.get(name):
             raise ConfigError(f"{reason}; leave {SETTINGS[name].flag} out")
-    if typed.get("num_machines", 1) > 1:
+    if typed_settings.get("num_machines", 1) > 1:
         raise ConfigError("verify runs on one machine; leave --num_machines out")
     environment = env.copy_variables()
-    here = machine.inspect_machine(environment)
-    num_processes, is_on_cpu, notes = _choose_processes(typed, here)
-    layout = [name for name in typed if SETTINGS[name].group == "Layout"]
-    proofs = _choose_proofs(only, skip, has_layout=bool(layout))
+    this_machine = machine.inspect_machine(environment)
+    num_processes, is_on_cpu, notes = _choose_processes(typed_settings, this_machine)
+    layout_settings = [name for name in typed_settings if SETTINGS[name].group == "Layout"]
+    proofs = _choose_proofs(only, skip, has_layout=bool(layout_settings))
 
     def make_command(count: int, *, has_layout: bool = False, program: Program = program) -> dict[str, Any]:
-        left_out = () if has_layout else layout
-        chosen = {name: value for name, value in given.items() if name not in left_out}
-        chosen.update(num_processes=str(count), cpu=True if is_on_cpu else chosen.get("cpu"))
-        resolved = merge_settings(chosen, config_file, False, environment, {})
-        planned = make_plan(resolved, program, here, environment, None, ())
+        """Return the command line, environment variables and program of a run.
+
+        Args:
+            count: Number of processes.
+            has_layout: Whether to keep the layout that the user chose. False (the default): plain replicas.
+            program: Program to start. Default: the script.
+        """
+        omitted_settings = () if has_layout else layout_settings
+        settings = {name: value for name, value in flag_values.items() if name not in omitted_settings}
+        settings.update(num_processes=str(count), cpu=True if is_on_cpu else settings.get("cpu"))
+        resolved = merge_settings(settings, config_file, False, environment, {})
+        launch_plan = make_plan(resolved, program, this_machine, environment, None, ())
         return {
-            "argv": list(planned.argv),
-            "variables": dict(planned.additions),
+            "argv": list(launch_plan.argv),
+            "variables": dict(launch_plan.additions),
             "program": [program.kind, program.target, *program.args],
             "num_processes": count,
         }
 
     commands = {"one": make_command(1), "several": make_command(num_processes)}
-    if layout:
+    if layout_settings:
         commands["layout"] = make_command(num_processes, has_layout=True)
     if not is_module:
-        for name, target in (("forecast", "cpu" if is_on_cpu or not here.device_ids else "this"), ("full", device)):
-            if target:
-                estimate = ("estimate", "--script", script, "--device", target, "--json", "--", *script_args)
+        for name, forecast_device in (
+            ("forecast", "cpu" if is_on_cpu or not this_machine.device_ids else "this"),
+            ("full", device),
+        ):
+            if forecast_device:
+                estimate = ("estimate", "--script", script, "--device", forecast_device, "--json", "--", *script_args)
                 commands[name] = make_command(1, program=Program("headway", estimate, "module"))
     return {
         "commands": commands,
-        "is_forked": is_on_cpu or not here.device_ids,
+        "is_forked": is_on_cpu or not this_machine.device_ids,
         "num_processes": num_processes,
-        "layout_name": str(typed.get("strategy", "")) or ("the layout" if layout else ""),
+        "layout_name": str(typed_settings.get("strategy", "")) or ("the layout" if layout_settings else ""),
         "num_updates": updates,
         "time_limit": time_limit,
         "resume_args": _split_arguments(resume_args or ""),
@@ -189,12 +200,12 @@ def _split_arguments(text: str) -> list[str]:
         ) from None
 
 
-def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list[str]]:
+def _choose_processes(typed_settings: dict[str, Any], this_machine: Any) -> tuple[int, bool, list[str]]:
     """Choose the number of processes to compare with one process, and whether to use the CPU.
 
     Args:
-        typed: Settings given on the command line, by name.
-        here: Description of this machine.
+        typed_settings: Settings given on the command line, by name.
+        this_machine: Description of this machine.
 
     Returns:
         Number of processes, whether all runs use the CPU, and notes for the user about this choice.
@@ -202,19 +213,19 @@ def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list
     Raises:
         ConfigError: If the command line asks for fewer than two processes.
     """
-    devices = len(here.device_ids)
-    is_on_cpu = bool(typed.get("cpu"))
-    chosen = typed.get("num_processes") or (devices if devices > 1 else 2)
-    if chosen < 2:
+    num_devices = len(this_machine.device_ids)
+    is_on_cpu = bool(typed_settings.get("cpu"))
+    num_processes = typed_settings.get("num_processes") or (num_devices if num_devices > 1 else 2)
+    if num_processes < 2:
         raise ConfigError("verify compares one process with several: give -n 2 or more, or leave -n out")
     notes = []
-    if not is_on_cpu and devices < chosen:
+    if not is_on_cpu and num_devices < num_processes:
         is_on_cpu = True
-        if devices:
+        if num_devices:
             notes.append(
-                f"{chosen} processes need {chosen} devices, and this machine has {devices}: all runs use the CPU"
+                f"{num_processes} processes need {num_processes} devices, and this machine has {num_devices}: all runs use the CPU"
             )
-    return chosen, is_on_cpu, notes
+    return num_processes, is_on_cpu, notes
 
 
 def _check_syntax(script: str) -> None:
@@ -253,18 +264,18 @@ def _choose_proofs(only: str | None, skip: str | None, *, has_layout: bool) -> l
     Raises:
         ConfigError: If a name is unknown, or if no proof is left that can be checked.
     """
-    chosen = _split_words(only, "--only") or list(PROOFS)
-    left_out = _split_words(skip, "--skip")
-    proofs = [word for word in PROOFS if word in chosen and word not in left_out]
+    selected = _parse_proof_names(only, "--only") or list(PROOFS)
+    skipped = _parse_proof_names(skip, "--skip")
+    proofs = [word for word in PROOFS if word in selected and word not in skipped]
     if not proofs:
-        given = " ".join(f"{flag} {words}" for flag, words in (("--only", only), ("--skip", skip)) if words)
-        raise ConfigError(f"{given} leaves no proof to run; available proofs: {', '.join(PROOFS)}")
+        flags = " ".join(f"{flag} {words}" for flag, words in (("--only", only), ("--skip", skip)) if words)
+        raise ConfigError(f"{flags} leaves no proof to run; available proofs: {', '.join(PROOFS)}")
     if proofs == ["layout"] and not has_layout:
         raise ConfigError("the proof 'layout' needs a layout to compare with: add one, such as --strategy fsdp")
     return proofs
 
 
-def _split_words(text: str | None, flag: str) -> list[str]:
+def _parse_proof_names(text: str | None, flag: str) -> list[str]:
     from headway.core.config.values import suggest_word
 
     words = [word.strip().replace("-", "_") for word in (text or "").split(",") if word.strip()]
@@ -284,7 +295,7 @@ def _make_launch_options() -> list[click.Parameter]:
     for option in options:
         assert isinstance(option, GroupedOption)
         setting = SETTINGS[str(option.name)]
-        option.hidden = setting.group == "Several machines" or setting.name in _REFUSED
+        option.hidden = setting.group == "Several machines" or setting.name in _REFUSED_SETTINGS
         if setting.name == "num_processes":
             option.help = "Processes to compare with one.  [default: one per visible accelerator, at least 2]"
         if setting.name == "run_as":

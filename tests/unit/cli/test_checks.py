@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from headway.cli.fabric_checks import RankLocation, compare_locations, judge_link
+from headway.cli.fabric_checks import RankLocation, check_link, compare_locations
 
 HERE = RankLocation(0, "a", (("torch", "2.13"),), True, 100.0, "eth0")
 
 
 def get_levels(findings):
     """Return the level of each finding, by its text."""
-    return {finding.what: finding.level for finding in findings}
+    return {finding.description: finding.level for finding in findings}
 
 
 def test_machines_that_agree_have_no_problems():
@@ -25,7 +25,7 @@ def test_different_versions_are_bad_and_different_folders_and_clocks_are_noted()
 
 
 def test_slow_link_is_noted_with_a_hint():
-    late, slow = judge_link(9.0, 11.0, [HERE, replace(HERE, rank=1, host="b")])
+    late, slow = check_link(9.0, 11.0, [HERE, replace(HERE, rank=1, host="b")])
     assert (late.level, slow.level) == ("note", "note")
     assert "GLOO_SOCKET_IFNAME" in slow.hint
-    assert [finding.level for finding in judge_link(0.2, 900.0, [HERE, HERE])] == ["ok", "ok"]
+    assert [finding.level for finding in check_link(0.2, 900.0, [HERE, HERE])] == ["ok", "ok"]

@@ -10,7 +10,7 @@ from headway.core.runtime import network
 
 
 def get_levels_and_texts(findings):
-    return [(finding.level, finding.what) for finding in findings]
+    return [(finding.level, finding.description) for finding in findings]
 
 
 def test_healthy_machine_has_no_bad_findings():
@@ -35,7 +35,7 @@ def test_more_threads_than_cores_is_noted(tmp_path):
 def test_missing_network_interface_is_bad():
     (finding, *_) = doctor.check_interfaces({"GLOO_SOCKET_IFNAME": "ib77"}, CheckedRun())
     assert finding.level == "bad"
-    assert finding.what == "GLOO_SOCKET_IFNAME=ib77: no interface ib77 is up here"
+    assert finding.description == "GLOO_SOCKET_IFNAME=ib77: no interface ib77 is up here"
     assert "lo 127.0.0.1" in finding.hint
 
 

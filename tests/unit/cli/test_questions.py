@@ -77,7 +77,7 @@ def test_single_process_is_not_asked_for_a_layout():
 
 
 def test_group_size_must_fit():
-    question = ConfigQuestion("group", "?", "2", written="fsdp+tp={}", num_processes=8)
+    question = ConfigQuestion("group", "?", "2", layout_format="fsdp+tp={}", num_processes=8)
     assert "the nearest that fit 8: fsdp+tp=2, fsdp+tp=4" in question.find_problem("3")
     assert "needs a number of ranks" in question.find_problem("two")
     assert question.find_problem("4") is None

@@ -29,7 +29,7 @@ from headway.compat.accelerate.data.batches import (
     PAD,
     REDUCE,
     convert_to_fp32,
-    gather_and_cut,
+    gather_and_truncate,
     is_per_sample,
     require_tensors,
 )
@@ -106,7 +106,7 @@ def _read_setting(name: str) -> str | None:
     return None if env.get(f"{env.PREFIX}{name}") else env.get(f"{_ACCELERATE_PREFIX}{name}")
 
 
-def _convert_outputs(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+def _convert_outputs_hook(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
     """Convert float16 and bfloat16 tensors in a module's outputs to float32. It is used as a forward hook.
 
     It is a module-level function, so that a model with the hook can be pickled.
@@ -120,14 +120,14 @@ class _LiveSettings(KwargsHandler):
     In a class definition, list this mixin before the settings class.
 
     Args:
-        now: Current settings.
-        use: Function called after each assignment, with a dict of all fields.
+        settings: Current settings.
+        on_change: Function called after each assignment, with a dict of all fields.
     """
 
     _use: Callable[[dict[str, Any]], None]
 
-    def __init__(self, now: KwargsHandler, use: Callable[[dict[str, Any]], None]) -> None:
-        vars(self).update(now.to_dict(), _use=use)
+    def __init__(self, settings: KwargsHandler, on_change: Callable[[dict[str, Any]], None]) -> None:
+        vars(self).update(settings.to_dict(), _use=on_change)
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)[name] = value
@@ -195,16 +195,16 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         parallelism_config: Any = None,
     ) -> None:
         # Arguments with which an unpickled object is constructed (`__reduce__`).
-        self._given = {
+        self._constructor_args = {
             "device_placement": device_placement, "mixed_precision": mixed_precision, "cpu": cpu, "rng_types": rng_types,
             "gradient_accumulation_steps": gradient_accumulation_steps, "dataloader_config": dataloader_config,
             "project_config": project_config, "gradient_accumulation_plugin": gradient_accumulation_plugin,
             "step_scheduler_with_optimizer": step_scheduler_with_optimizer, "kwargs_handlers": kwargs_handlers,
         }  # fmt: skip
         if gradient_accumulation_plugin is None and (
-            said := env.get_int(f"{_ACCELERATE_PREFIX}GRADIENT_ACCUMULATION_STEPS")
+            launcher_steps := env.get_int(f"{_ACCELERATE_PREFIX}GRADIENT_ACCUMULATION_STEPS")
         ):
-            gradient_accumulation_steps = said
+            gradient_accumulation_steps = launcher_steps
         if fsdp_plugin is None and env.get_bool(f"{_ACCELERATE_PREFIX}USE_FSDP"):
             fsdp_plugin = FullyShardedDataParallelPlugin()
         if parallelism_config is None and env.get_bool(f"{_ACCELERATE_PREFIX}USE_PARALLELISM_CONFIG"):
@@ -218,8 +218,8 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             )
         self._project = ""
         self._writer = AccelerateWriter(self)
-        kept = replace_tracker_names(log_with, lambda: self._project, lambda: self.logging_dir)
-        self._asked_trackers = bool(kept)
+        trackers = replace_tracker_names(log_with, lambda: self._project, lambda: self.logging_dir)
+        self._has_requested_trackers = bool(trackers)
         self._behavior = replace(ACCELERATES_BEHAVIOR, choose_last_save_hook=self._choose_last_save_hook)
         super().__init__(
             device_placement=device_placement, mixed_precision=mixed_precision or _read_setting("MIXED_PRECISION"), cpu=cpu or None,
@@ -228,7 +228,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             rng_types=rng_types if rng_types is not None else ("generator",), dataloader_config=dataloader_config,
             deepspeed_plugin=deepspeed_plugin, deepspeed_plugins=deepspeed_plugins, fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin, parallelism_config=parallelism_config,
-            log_with=kept, project_dir=project_dir, project_config=project_config,
+            log_with=trackers, project_dir=project_dir, project_config=project_config,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer, dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin,
             kwargs_handlers=check_handlers(kwargs_handlers),
             # A checkpoint saved at preemption would be the newest, but lack files that the script adds to its own ones.
@@ -238,7 +238,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._given), ()
+        return partial(type(self), **self._constructor_args), ()
 
     def __deepcopy__(self, memo: Any) -> "AccelerateAccelerator":
         return self  # as in Accelerate, because there is only one run
@@ -259,9 +259,9 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         self.has_lomo_optimizer = False
         self.delayed_fp8_autocast = False
         self.fp8_enabled = self.mixed_precision == "fp8"
-        for name, kinds in _HANDLERS.items():
-            fits = [each for each in handlers or () if type(each).__name__ in kinds]
-            setattr(self, f"{name}_handler", fits[0] if fits else None)
+        for name, class_names in _HANDLERS.items():
+            matching = [each for each in handlers or () if type(each).__name__ in class_names]
+            setattr(self, f"{name}_handler", matching[0] if matching else None)
         self.has_fp8_handler = getattr(self, "ao_recipe_handler", None) is not None
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
@@ -287,7 +287,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         Raises:
             ConfigError: If `log_with` names installed trackers, but none of this name.
         """
-        return super().get_tracker(name, unwrap) if self.trackers or self._asked_trackers else BlankTracker()
+        return super().get_tracker(name, unwrap) if self.trackers or self._has_requested_trackers else BlankTracker()
 
     def prepare(  # type: ignore[override]
         self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False
@@ -325,14 +325,14 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     @property
     def step(self) -> int:
         """Number of micro-batches since a DataLoader was last exhausted. Can be assigned."""
-        return self._counted.step
+        return self._counted_windows.step
 
     @step.setter
     def step(self, value: int) -> None:
-        self._counted.step = value
+        self._counted_windows.step = value
 
     @property
-    def _counted(self) -> CountedWindows:
+    def _counted_windows(self) -> CountedWindows:
         return self._training_step.windows  # type: ignore[return-value]  # made by ACCELERATES_BEHAVIOR
 
     @property
@@ -460,12 +460,12 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         """
         chosen = loader if loader is not None else self._training_step.windows.loader
         if not use_gather_object and not is_per_sample(input_data, chosen, self._shard_readers):
-            return gather_and_cut(input_data, use_gather_object)
+            return gather_and_truncate(input_data, use_gather_object)
         try:
             return super().gather_for_metrics(input_data, use_gather_object, loader)
         except MetricError as error:
             log.warning_once("%s. It is joined as it is", error)
-        return gather_and_cut(input_data, use_gather_object)
+        return gather_and_truncate(input_data, use_gather_object)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -474,10 +474,10 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
         They have none if models are sharded, if the run uses several machines, or if HEADWAY_ACCELERATE_FILES is 0.
         """
-        asked = env.get_bool("HEADWAY_ACCELERATE_FILES")
+        setting = env.get_bool("HEADWAY_ACCELERATE_FILES")
         is_replicated = self.distributed_type in _REPLICATED
         is_one_machine = self.runtime.local_world_size == self.num_processes
-        return self._writer if asked is not False and is_replicated and is_one_machine else None
+        return self._writer if setting is not False and is_replicated and is_one_machine else None
 
     def save_state(
         self,
@@ -551,14 +551,14 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         if folder is None and checkpoint_folder.is_automatic:
             folder = find_newest(checkpoint_folder.get_parent())
         if folder is None or not is_accelerate_checkpoint(folder):
-            own = super().load_state(
+            result = super().load_state(
                 input_dir, load_kwargs, strict=bool(strict), changed=changed, **load_model_func_kwargs
             )
             self._checkpoint_state.progress.reads_from_start = not self.use_stateful_dataloader
             if not self.use_stateful_dataloader:
                 for loader in self._preparation.loaders:
                     loader.restart_loaded_epoch()
-            return own
+            return result
         if self.distributed_type not in _REPLICATED:
             raise UnsupportedError(
                 f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"
@@ -570,7 +570,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         return restored
 
     @property
-    def _num_micro_batches_in_hand(self) -> int:
+    def _num_micro_batches_in_window(self) -> int:
         window = self._training_step.windows.current
         return 0 if window.is_closed else window.num_done
 
@@ -619,5 +619,5 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     def _convert_outputs_to_float32(self, model: Any) -> None:
         is_model = isinstance(model, torch.nn.Module) and self.precision.is_mixed
-        if is_model and _convert_outputs not in model._forward_hooks.values():
-            model.register_forward_hook(_convert_outputs)
+        if is_model and _convert_outputs_hook not in model._forward_hooks.values():
+            model.register_forward_hook(_convert_outputs_hook)

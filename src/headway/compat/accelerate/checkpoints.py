@@ -37,7 +37,7 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
+_CUSTOM_STATE_FILE = re.compile(r"custom_checkpoint_\d+\.pkl")
 
 
 def get_file_name(name: str, index: int) -> str:
@@ -100,7 +100,7 @@ class AccelerateWriter:
         if accelerator.is_main_process:
             self._write_weights(models, weights, place)
             self._write_states(place)
-        torch.save(self._random_states(), place / f"random_states_{accelerator.process_index}.pkl")
+        torch.save(self._collect_rng_states(), place / f"random_states_{accelerator.process_index}.pkl")
 
     def _write_weights(
         self, models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]], place: Path
@@ -110,6 +110,7 @@ class AccelerateWriter:
             save_object(dict(state), place / get_file_name(name, index), self.safe_serialization)
 
     def _write_states(self, place: Path) -> None:
+        """Write the states of optimizers, schedulers, the gradient scaler and custom objects, one file per object."""
         accelerator = self._accelerator
         groups = {"optimizer.bin": accelerator._optimizers, "scheduler.bin": accelerator._schedulers}
         for name, objects in groups.items():
@@ -120,9 +121,10 @@ class AccelerateWriter:
         for index, each in enumerate(accelerator._custom_objects):
             torch.save(each.state_dict(), place / f"custom_checkpoint_{index}.pkl")
 
-    def _random_states(self) -> dict[str, Any]:
+    def _collect_rng_states(self) -> dict[str, Any]:
+        """Return the RNG states of this rank by Accelerate's names, and as "step" the number of micro-batches of the open window."""
         states: dict[str, Any] = {
-            "step": self._accelerator._num_micro_batches_in_hand,
+            "step": self._accelerator._num_micro_batches_in_window,
             "random_state": random.getstate(),
             "numpy_random_seed": numpy.random.get_state(),
             "torch_manual_seed": torch.get_rng_state(),
@@ -137,29 +139,49 @@ def _restore_tied_names(
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """Yield each state dict in Accelerate's format, in which a tied tensor occurs under each of its names.
 
+    A state dict whose names fit none of the models is yielded unchanged.
+
     Args:
         models: Models of the checkpoint.
         weights: State dicts in Headway's format, which contains a tied tensor only once. Save hooks may have removed
             some of them, or changed their values.
     """
-    known = [model.state_dict() for model in models]
+    # Because save hooks may remove entries, the model of a state dict is found by its names, not by its index.
+    model_states = [model.state_dict() for model in models]
     for entry in weights:
-        own = next((each for each in known if entry.keys() <= dict(rename_bare_items(each.items())).keys()), None)
-        yield entry if own is None else _add_tied_names(entry, own)
+        for model_state in model_states:
+            if entry.keys() <= dict(rename_bare_items(model_state.items())).keys():
+                yield _add_tied_names(entry, model_state)
+                break
+        else:
+            yield entry
 
 
-def _add_tied_names(entry: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _add_tied_names(
+    entry: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
     """Return the values of `entry` under all names of a model's state dict, including each name of a tied tensor.
 
     A tensor that `entry` does not contain, for example because a save hook removed it, keeps the model's current value.
 
     Args:
         entry: State dict in Headway's format, which contains a tied tensor only once.
-        own: The model's state dict. It has all names of `entry`.
+        model_state: The model's state dict. It has all names of `entry`.
     """
-    bare = dict(zip(own, dict(rename_bare_items(own.items()))))
-    kept = {get_memory_key(value): entry[bare[name]] for name, value in own.items() if bare[name] in entry}
-    return {name: entry.get(bare[name], kept.get(get_memory_key(value), value)) for name, value in own.items()}
+    # Headway's names lack the components that torch.compile adds. The order is that of the model's state dict.
+    entry_names = dict(zip(model_state, dict(rename_bare_items(model_state.items()))))
+    value_by_memory = {
+        get_memory_key(current): entry[entry_names[name]]
+        for name, current in model_state.items()
+        if entry_names[name] in entry
+    }
+    completed = {}
+    for name, current in model_state.items():
+        if entry_names[name] in entry:
+            completed[name] = entry[entry_names[name]]
+        else:
+            completed[name] = value_by_memory.get(get_memory_key(current), current)
+    return completed
 
 
 class AccelerateReader:
@@ -189,17 +211,19 @@ class AccelerateReader:
             CheckpointError: On every rank, if on any rank a file is missing, does not fit this run, or contains objects
                 that Headway refuses to unpickle.
         """
-        rollback, failure, cause, weights = LoadRollback(), None, None, []
-        rng_states: _RNGStates | None = None
+        rollback = LoadRollback()
+        weights: list[Mapping[str, torch.Tensor]] = []
+        rng_states: _SavedRNGStates | None = None
+        failure: str | None = None
+        cause: Exception | None = None
         try:
             rng_states = self._read_rng_states()
             weights = [self._read_weights(index, model) for index, model in enumerate(models)]
-            self._restore_objects(
-                rollback, [line for pair in zip(models, weights) for line in _find_misfits(*pair, strict)]
-            )
-        except Exception as error:
-            text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            failure, cause = text, error
+            self._check_weights(models, weights, strict)
+            self._restore_objects(rollback)
+        except Exception as error:  # report any error to the other ranks, which would otherwise wait for this one
+            failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            cause = error
         failures = {text for text in self._accelerator.collectives.gather_objects(failure) if text is not None}
         if failures:
             unrestored = rollback.run()
@@ -212,29 +236,51 @@ class AccelerateReader:
             rng_states.set()
         return RestoreResult(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
 
-    def _restore_objects(self, rollback: LoadRollback, problems: list[str]) -> None:
-        """Restore optimizers, schedulers, custom objects and the gradient scaler, and record how to undo each change.
+    def _check_weights(
+        self, models: list[torch.nn.Module], weights: list[Mapping[str, torch.Tensor]], strict: bool
+    ) -> None:
+        """Check that the weights fit the models, without changing the models.
 
         Args:
-            rollback: Rollback to which an undo step per object is added.
-            problems: Reasons why the weights do not fit the models. If there are any, no object is changed.
+            models: Models to load.
+            weights: State dict of each model.
+            strict: Whether missing and unknown names are errors.
 
         Raises:
-            CheckpointError: If there are problems with the weights, or if a file is missing or does not fit.
+            CheckpointError: If a shape does not fit, or if `strict` is set and the names differ.
         """
+        problems = []
+        for model, state in zip(models, weights):
+            problems += _find_misfits(model, state, strict)
         if problems:
             raise CheckpointError(
                 f"the weights in {self._folder} do not fit; build the model that was saved:\n  "
                 + "\n  ".join(problems[:5])
             )
+
+    def _restore_objects(self, rollback: LoadRollback) -> None:
+        """Restore optimizers, schedulers, custom objects and the gradient scaler, and record how to undo each change.
+
+        All files are read before the first object is changed.
+
+        Args:
+            rollback: Rollback to which an undo step per object is added.
+
+        Raises:
+            CheckpointError: If a file is missing or damaged, or if the number of custom objects differs.
+        """
         accelerator = self._accelerator
         optimizers, schedulers = accelerator._optimizers, accelerator._schedulers
-        states = [self._read_pickle(get_file_name("optimizer.bin", index)) for index in range(len(optimizers))]
-        ticks = [self._read_pickle(get_file_name("scheduler.bin", index)) for index in range(len(schedulers))]
-        others = [*zip(schedulers, ticks), *zip(accelerator._custom_objects, self._custom_states())]
+        optimizer_states = [
+            self._read_pickle(get_file_name("optimizer.bin", index)) for index in range(len(optimizers))
+        ]
+        scheduler_states = [
+            self._read_pickle(get_file_name("scheduler.bin", index)) for index in range(len(schedulers))
+        ]
+        others = [*zip(schedulers, scheduler_states), *zip(accelerator._custom_objects, self._read_custom_states())]
         if accelerator.scaler is not None:
             others.append((accelerator.scaler, self._read_pickle("scaler.pt")))
-        for index, (optimizer, state) in enumerate(zip(optimizers, states)):
+        for index, (optimizer, state) in enumerate(zip(optimizers, optimizer_states)):
             rollback.add(f"optimizer {index}", make_optimizer_undo(optimizer.optimizer))
             optimizer.load_state_dict(state)
         for each, state in others:
@@ -247,6 +293,11 @@ class AccelerateReader:
         return _match_names(found, model)
 
     def _read_pickle(self, name: str) -> Any:
+        """Return the contents of a pickle file of the checkpoint on the CPU, without executing code.
+
+        Raises:
+            CheckpointError: If the file is missing or damaged, or contains objects that Headway refuses to unpickle.
+        """
         path = self._folder / name
         if not path.is_file():
             raise CheckpointError(
@@ -260,8 +311,13 @@ class AccelerateReader:
                 f"The error of torch: {str(error).splitlines()[0]}"
             ) from error
 
-    def _custom_states(self) -> list[Any]:
-        found = [path.name for path in self._folder.iterdir() if _CUSTOM.fullmatch(path.name)]
+    def _read_custom_states(self) -> list[Any]:
+        """Return the states of the registered objects, in the order of registration.
+
+        Raises:
+            CheckpointError: If the checkpoint has states of more or fewer objects than are registered.
+        """
+        found = [path.name for path in self._folder.iterdir() if _CUSTOM_STATE_FILE.fullmatch(path.name)]
         wanted = len(self._accelerator._custom_objects)
         if len(found) != wanted:
             raise CheckpointError(
@@ -270,7 +326,7 @@ class AccelerateReader:
             )
         return [self._read_pickle(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
 
-    def _read_rng_states(self) -> "_RNGStates | None":
+    def _read_rng_states(self) -> "_SavedRNGStates | None":
         """Return this rank's saved RNG states, or None with a warning if the checkpoint has none for this rank.
 
         Raises:
@@ -281,15 +337,15 @@ class AccelerateReader:
             log.warning("%s has no %s: this rank's random streams are left unchanged", self._folder, name)
             return None
         try:
-            return _RNGStates(self._read_pickle(name))
+            return _SavedRNGStates(self._read_pickle(name))
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{self._folder / name} holds no RNG states: {error!r}") from error
 
 
-class _RNGStates:
-    """RNG states of one rank, as Accelerate saves them. They are tried on separate generators when they are read.
+class _SavedRNGStates:
+    """RNG states of one rank, as Accelerate saves them. The constructor tries them on separate generators.
 
     Args:
         states: Content of the rank's file.
@@ -326,11 +382,17 @@ def _match_names(state: Mapping[str, torch.Tensor], model: torch.nn.Module) -> M
     The prefixes that DDP and `torch.compile` add are removed, unless the model's own names contain them.
     """
     own = {name: name for name in model.state_dict()}
-    prefix = "module." if not any(name.startswith("module.") for name in own) else ""
-    prefix = prefix if all(name.startswith(prefix) for name in state) else ""
+    has_ddp_prefix = all(name.startswith("module.") for name in state)
+    has_own_prefix = any(name.startswith("module.") for name in own)
+    prefix = "module." if has_ddp_prefix and not has_own_prefix else ""
+    # The model itself may be compiled: find its name by the name without torch.compile's components, too.
     own_names = own | dict(rename_bare_items(own.items()))
-    found = ((name.removeprefix(prefix), value) for name, value in state.items())
-    return {own_names.get(name) or own_names.get(remove_compiled_levels(name), name): value for name, value in found}
+    renamed = {}
+    for saved_name, value in state.items():
+        name = saved_name.removeprefix(prefix)
+        own_name = own_names.get(name) or own_names.get(remove_compiled_levels(name))
+        renamed[own_name or name] = value
+    return renamed
 
 
 def _find_misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool) -> list[str]:
@@ -344,17 +406,23 @@ def _find_misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], str
         strict: Whether missing and unknown names count as reasons.
     """
     own = model.state_dict()
+    # A tied tensor is not missing if the state dict contains it under another name.
     present = {own[name].data_ptr() for name in state if name in own}
     missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in present]
     unknown = [name for name in state if name not in own]
     lines = []
     if strict and (missing or unknown):
         lines.append(f"{type(model).__name__}: missing {missing[:3]}, unknown {unknown[:3]}")
-    pairs = {name: (own[name], state[name]) for name in state if name in own and not is_uninitialized(own[name])}
-    return lines + [f"{name} {problem}" for name, pair in pairs.items() if (problem := find_misfit(*pair)) is not None]
+    for name in state:
+        if name in own and not is_uninitialized(own[name]):  # a lazy module's tensor takes the shape of its value
+            problem = find_misfit(own[name], state[name])
+            if problem is not None:
+                lines.append(f"{name} {problem}")
+    return lines
 
 
 def _copy_into_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Copy weights into a model, whose names and shapes have been checked."""
     own = model.state_dict()
     # torch refuses to copy into a tensor that expand() created, because several of its elements share memory.
     expanded = {name for name in state if name in own and 0 in own[name].stride()}

@@ -30,8 +30,8 @@ FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
-_OTHER_DEVICES = ["NPU", "MLU", "SDAA", "MUSA", "XPU", "CPU", "HPU", "NEURON"]
-TORCH_DISTRIBUTED_OPERATION_TYPES = CUDA_DISTRIBUTED_TYPES + [f"MULTI_{kind}" for kind in _OTHER_DEVICES]
+_NON_CUDA_DEVICES = ["NPU", "MLU", "SDAA", "MUSA", "XPU", "CPU", "HPU", "NEURON"]
+TORCH_DISTRIBUTED_OPERATION_TYPES = CUDA_DISTRIBUTED_TYPES + [f"MULTI_{kind}" for kind in _NON_CUDA_DEVICES]
 TORCH_LAUNCH_PARAMS = [
     *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone", "max_restarts"),
     *("monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path", "log_dir", "r", "redirects", "t"),
@@ -121,7 +121,7 @@ class RNGType(StringEnum):
     GENERATOR = "generator"
 
 
-def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = None) -> DistributedType:
+def find_distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = None) -> DistributedType:
     """Return the `DistributedType` of this process.
 
     Args:

@@ -42,6 +42,8 @@ def _make_axis_rank(axis: str, doc: str) -> property:
 class _ComputedAttribute:
     """Descriptor of an attribute that is computed at each access until a script assigns a value to it.
 
+    It has no `__set__`, so that an assigned value is stored on the Accelerator and takes precedence.
+
     Args:
         read: Function that returns the value for an Accelerator.
     """
@@ -236,7 +238,7 @@ def read_member(accelerator: Any, name: str) -> Any:
     member = vars(AccelerateMembers).get(name)
     if member is not None:
         return member.__get__(accelerator, type(accelerator))
-    known = [] if name.startswith("_") else [each for each in dir(accelerator) if not each.startswith("_")]
-    hint = f": {METHODS[name]}" if name in METHODS else suggest_word(name, known)
-    unknown = f"'Accelerator' object has no attribute {name!r}{hint}"
-    raise AttributeNotServed(explain_member(name) or unknown)
+    public_names = [] if name.startswith("_") else [each for each in dir(accelerator) if not each.startswith("_")]
+    hint = f": {METHODS[name]}" if name in METHODS else suggest_word(name, public_names)
+    message = f"'Accelerator' object has no attribute {name!r}{hint}"
+    raise AttributeNotServed(explain_member(name) or message)

@@ -21,10 +21,13 @@ configs = LazyModule("torch.distributed.fsdp.api")
 wrap = LazyModule("torch.distributed.fsdp.wrap")
 torch = LazyModule("torch")
 
-_OF_VERSION_1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
-_TRUTHS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
-_VARIABLES = {"cpu_offload": "FSDP_OFFLOAD_PARAMS", "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-_POLICIES = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
+_FSDP1_ONLY_FIELDS = ("use_orig_params", "sync_module_states", "forward_prefetch")
+_BOOLEAN_FIELDS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
+_VARIABLE_BY_FIELD = {
+    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
+    "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+}
+_POLICY_BY_FIELD = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
 """Wrapping policies by field. Such a field is read from the environment only if the plugin has this policy."""
 _DTYPES = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -93,13 +96,13 @@ class FullyShardedDataParallelPlugin:
         self._read_environment()
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing_offload=True needs activation_checkpointing=True; give both")
-        word = self.reshard_after_forward
-        is_second = self.fsdp_version == 2 and self.sharding_strategy is None
-        if is_second and isinstance(word, str) and word.lower() not in ("true", "false"):
+        reshard = self.reshard_after_forward
+        is_fsdp2 = self.fsdp_version == 2 and self.sharding_strategy is None
+        if is_fsdp2 and isinstance(reshard, str) and reshard.lower() not in ("true", "false"):
             raise ConfigError(
-                f"reshard_after_forward={word!r} is a value of FSDP1; with fsdp_version=2 give True or False"
+                f"reshard_after_forward={reshard!r} is a value of FSDP1; with fsdp_version=2 give True or False"
             )
-        self._given = {
+        self._set_values = {
             name: value
             for name, value in self._collect_values().items()
             if value is not None and (name != "limit_all_gathers" or not value)
@@ -115,12 +118,17 @@ class FullyShardedDataParallelPlugin:
         Variables that the FSDP version or the wrapping policy does not use are ignored.
         """
         self.fsdp_version = env.get_int("FSDP_VERSION") if self.fsdp_version is None else self.fsdp_version
-        unread = {"sharding_strategy", *_OF_VERSION_1} if self.fsdp_version == 2 else {"reshard_after_forward"}
+        unread = {"sharding_strategy", *_FSDP1_ONLY_FIELDS} if self.fsdp_version == 2 else {"reshard_after_forward"}
         unread |= {"mixed_precision_policy", "param_init_fn", "state_dict_config", "optim_state_dict_config"}
+        # auto_wrap_policy precedes the two fields of a policy in this class, so it has been read before them.
         for name, value in self._collect_values().items():
-            text = env.get(_VARIABLES.get(name, f"FSDP_{name.upper()}"))
-            policy = _POLICIES.get(name, str(self.auto_wrap_policy).upper())
-            if value is None and text and name not in unread and policy == str(self.auto_wrap_policy).upper():
+            is_of_other_policy = (
+                name in _POLICY_BY_FIELD and _POLICY_BY_FIELD[name] != str(self.auto_wrap_policy).upper()
+            )
+            if value is not None or name in unread or is_of_other_policy:
+                continue
+            text = env.get(_VARIABLE_BY_FIELD.get(name, f"FSDP_{name.upper()}"))
+            if text:
                 setattr(self, name, text)
 
     def request_layout(self, request: LayoutRequest) -> None:
@@ -131,22 +139,22 @@ class FullyShardedDataParallelPlugin:
         Args:
             request: Layout request to change.
         """
-        now = self._collect_values()
-        self._given |= {name: now[name] for name in now if now[name] is not self._shown[name]}
+        values = self._collect_values()
+        self._set_values |= {name: values[name] for name in values if values[name] is not self._converted_values[name]}
         self._add_to_request(self.argument, request)
         self._convert_fields(2)
 
-    def _add_to_request(self, name: str, into: LayoutRequest) -> LayoutRequest:
+    def _add_to_request(self, name: str, request: LayoutRequest) -> LayoutRequest:
         """Add all options that are set on this plugin to a layout request, and return the request.
 
         Args:
             name: Name of the plugin, which precedes the field names in messages.
-            into: Layout request to change.
+            request: Layout request to change.
         """
-        into.use_shards(name)
-        for each, value in self._given.items():
-            read_fsdp(into, each.removeprefix("fsdp_"), value, f"{name}.{each}")
-        return into
+        request.use_shards(name)
+        for each, value in self._set_values.items():
+            read_fsdp(request, each.removeprefix("fsdp_"), value, f"{name}.{each}")
+        return request
 
     def _convert_fields(self, version: int) -> None:
         """Convert the fields to torch's enumerations and policies for one FSDP version.
@@ -170,17 +178,22 @@ class FullyShardedDataParallelPlugin:
             self.reshard_after_forward = _find_member(fsdp.ShardingStrategy, word) if isinstance(word, str) else word
             self.backward_prefetch = _find_member(fsdp.BackwardPrefetch, self.backward_prefetch)
             self.cpu_offload = fsdp.CPUOffload(offload_params=offloads)
-        for name in (*_TRUTHS, *(_OF_VERSION_1 if version == 1 else ())):
+        for name in (*_BOOLEAN_FIELDS, *(_FSDP1_ONLY_FIELDS if version == 1 else ())):
             value = getattr(self, name)
             setattr(self, name, env.parse_bool(value, name) if isinstance(value, str) else bool(value))
         self._read_policies()
         self.set_state_dict_type()
-        self._shown = self._collect_values()
+        self._converted_values = self._collect_values()
 
     def _read_policies(self) -> None:
+        """Convert the wrapping policy and the mixed-precision policy to torch's objects. The words have already been checked."""
         if isinstance(self.auto_wrap_policy, str):
-            known = (wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy, None)
-            self.auto_wrap_policy = dict(zip((*_POLICIES.values(), "NO_WRAP"), known))[self.auto_wrap_policy.upper()]
+            policies = {
+                "TRANSFORMER_BASED_WRAP": wrap.transformer_auto_wrap_policy,
+                "SIZE_BASED_WRAP": wrap.size_based_auto_wrap_policy,
+                "NO_WRAP": None,
+            }
+            self.auto_wrap_policy = policies[self.auto_wrap_policy.upper()]
         names = self.transformer_cls_names_to_wrap
         if isinstance(names, str) and self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
             self.transformer_cls_names_to_wrap = names.split(",")
@@ -189,8 +202,8 @@ class FullyShardedDataParallelPlugin:
         if isinstance(self.mixed_precision_policy, str):
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         elif isinstance(self.mixed_precision_policy, dict):
-            given = {name: _parse_dtype(value) for name, value in self.mixed_precision_policy.items()}
-            self.mixed_precision_policy = self._precision_kind(**given)
+            dtypes = {name: _parse_dtype(value) for name, value in self.mixed_precision_policy.items()}
+            self.mixed_precision_policy = self._precision_kind(**dtypes)
 
     @property
     def _precision_kind(self) -> Any:
@@ -233,11 +246,11 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = self._precision_kind(param_dtype=dtype, reduce_dtype=dtype, **more)
 
 
-def _parse_dtype(given: Any) -> Any:
-    return getattr(torch, _DTYPES.get(given, given)) if isinstance(given, str) else given
+def _parse_dtype(dtype: Any) -> Any:
+    return getattr(torch, _DTYPES.get(dtype, dtype)) if isinstance(dtype, str) else dtype
 
 
-def _find_member(kind: Any, value: Any) -> Any:
+def _find_member(enumeration: Any, value: Any) -> Any:
     """Return the member of a torch enumeration with the given name or number.
 
     Return None for the value None, and for the backward prefetch "NO_PREFETCH", which torch's enumeration lacks.
@@ -246,12 +259,14 @@ def _find_member(kind: Any, value: Any) -> Any:
         ConfigError: If there is no such member.
     """
     word = str(getattr(value, "name", value)).upper()
-    if value is None or (word in ("NO_PREFETCH", "3") and kind is fsdp.BackwardPrefetch):
+    if value is None or (word in ("NO_PREFETCH", "3") and enumeration is fsdp.BackwardPrefetch):
         return None
-    found = next((each for each in kind if word in (each.name, str(each.value))), None)
-    if found is None:
-        raise ConfigError(f"{value!r} is no {kind.__name__}; allowed: {', '.join(each.name for each in kind)}")
-    return found
+    member = next((each for each in enumeration if word in (each.name, str(each.value))), None)
+    if member is None:
+        raise ConfigError(
+            f"{value!r} is no {enumeration.__name__}; allowed: {', '.join(each.name for each in enumeration)}"
+        )
+    return member
 
 
 meshes = LazyModule("torch.distributed.device_mesh")
@@ -484,11 +499,11 @@ class ParallelismConfig:
         if not (mesh := self._get_mesh()):
             return None
         names, sizes = mesh
-        made = meshes.init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        for joint in ("dp", "dp_shard_cp", "dp_cp"):
-            if axes := getattr(self, f"{joint}_dim_names"):
-                made[tuple(axes)]._flatten(joint)
-        return made
+        device_mesh = meshes.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        for flattened in ("dp", "dp_shard_cp", "dp_cp"):
+            if axes := getattr(self, f"{flattened}_dim_names"):
+                device_mesh[tuple(axes)]._flatten(flattened)
+        return device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
         """Return the device mesh of this config, which the first call creates. None if every size is 1.
@@ -525,20 +540,21 @@ class ParallelismConfig:
 def get_parallelism_config(run: ResolvedLayout) -> ParallelismConfig | None:
     """Return a ParallelismConfig with the sizes of the run's layout.
 
-    None if the script passed no ParallelismConfig and the run uses DeepSpeed or a full replica on each rank.
+    It is the object that the script passed, whose sizes are overwritten. If the script passed none, a new one is
+    created and stored with the run. But if the run then uses DeepSpeed or a full replica on each rank, return None.
     """
-    given = run.plugins.get(ParallelismConfig.argument)
-    if given is None and (run.layout.is_replicas_only or run.is_deepspeed):
+    passed = run.plugins.get(ParallelismConfig.argument)
+    if passed is None and (run.layout.is_replicas_only or run.is_deepspeed):
         return None
-    found: ParallelismConfig = run.plugins.setdefault(ParallelismConfig.argument, given or ParallelismConfig())
-    has = run.layout
-    found.dp_replicate_size, found.dp_shard_size = has.replicate, has.shard
-    found.tp_size, found.cp_size = has.tp, has.cp
-    return found
+    config: ParallelismConfig = run.plugins.setdefault(ParallelismConfig.argument, passed or ParallelismConfig())
+    layout = run.layout
+    config.dp_replicate_size, config.dp_shard_size = layout.replicate, layout.shard
+    config.tp_size, config.cp_size = layout.tp, layout.cp
+    return config
 
 
 def get_fsdp_plugin(run: ResolvedLayout) -> FullyShardedDataParallelPlugin:
-    """Return the run's FSDP plugin, or a new one that describes the run's sharding."""
+    """Return the FSDP plugin that the script passed. If it passed none, create and store one for the run's sharding."""
     sharding, checkpointing = run.options.sharding or ShardingOptions(), run.options.checkpointing
     if FullyShardedDataParallelPlugin.argument not in run.plugins:
         run.plugins[FullyShardedDataParallelPlugin.argument] = FullyShardedDataParallelPlugin(
@@ -548,5 +564,5 @@ def get_fsdp_plugin(run: ResolvedLayout) -> FullyShardedDataParallelPlugin:
             activation_checkpointing=checkpointing is not None,
             activation_checkpointing_offload=checkpointing is not None and checkpointing.offload,
         )
-    found: FullyShardedDataParallelPlugin = run.plugins[FullyShardedDataParallelPlugin.argument]
-    return found
+    plugin: FullyShardedDataParallelPlugin = run.plugins[FullyShardedDataParallelPlugin.argument]
+    return plugin

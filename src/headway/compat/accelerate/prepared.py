@@ -22,6 +22,7 @@ class CountedWindows(AccumulationWindows):
     step: int = 0
 
     def _is_complete(self, window: AccumulationWindow, is_end: bool) -> bool:
+        # As in Accelerate, the end of a DataLoader restarts the counter, and 0 counts as the end of a window.
         self.step = 0 if is_end else self.step + 1
         return self.step % self.num_steps == 0
 
@@ -108,19 +109,19 @@ class AcceleratedOptimizer(_AccelerateAttributes, PreparedOptimizer):
             super().check_owned(prepared_ids)
 
 
-def check_scaler(value: Any, known: Any) -> None:
+def check_scaler(value: Any, current: Any) -> None:
     """Raise an error if an assigned gradient scaler is not the current one.
 
     Some scripts assign the current scaler again (None without gradient scaling), which is allowed.
 
     Args:
         value: Assigned value.
-        known: Current gradient scaler, or None.
+        current: Current gradient scaler, or None.
 
     Raises:
-        ConfigError: If `value` is not `known`.
+        ConfigError: If `value` is not `current`.
     """
-    if value is not known:
+    if value is not current:
         raise ConfigError(
             f"scaler = {value!r}: the scaler of a run is fixed; pass GradScalerKwargs to kwargs_handlers to set it up, and "
             "GradScalerKwargs(enabled=False) to scale nothing"
@@ -153,10 +154,10 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
         follows_optimizer: bool | None = None,
         step: TrainingStep | None = None,
     ) -> None:
-        several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+        optimizer_list = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
         count = 1 if split_batches else self.accelerator_state.num_processes
-        follows = step_with_optimizer if follows_optimizer is None else follows_optimizer
-        super().__init__(scheduler, several, rule or StepsPerProcess(count), follows, step)  # type: ignore[arg-type]
+        is_following = step_with_optimizer if follows_optimizer is None else follows_optimizer
+        super().__init__(scheduler, optimizer_list, rule or StepsPerProcess(count), is_following, step)  # type: ignore[arg-type]
 
     @staticmethod
     def is_scheduler(obj: Any) -> bool:
@@ -180,7 +181,7 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
         return self.rule.ticks(1) < self.accelerator_state.num_processes
 
     def _count_updates(self) -> int:
-        return 0
+        return 0  # this class does not count updates: its step() asks the windows and optimizers instead
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return the class and its constructor arguments, for pickling.

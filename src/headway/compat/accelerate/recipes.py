@@ -8,7 +8,7 @@ from headway.core.config.values import KwargsHandler
 from headway.errors import ConfigError, UnsupportedError
 
 
-class _Engine(KwargsHandler):
+class _UnsupportedRecipe(KwargsHandler):
     """Base class of settings for float8 libraries that Headway does not support.
 
     An Accelerator that gets such settings raises `UnsupportedError`.
@@ -22,7 +22,7 @@ def check_handlers(handlers: list[Any] | None) -> list[Any] | None:
         UnsupportedError: If an item configures Transformer Engine or MS-AMP.
     """
     for each in handlers or ():
-        if isinstance(each, _Engine):
+        if isinstance(each, _UnsupportedRecipe):
             raise UnsupportedError(
                 f"{type(each).__name__} in kwargs_handlers: Headway drives neither Transformer Engine nor MS-AMP; float8 runs "
                 "through torchao: kwargs_handlers=[AORecipeKwargs()] (docs/float8.md)"
@@ -30,14 +30,14 @@ def check_handlers(handlers: list[Any] | None) -> list[Any] | None:
     return handlers
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+def _check_word(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r}; allowed: {', '.join(allowed)}")
     return value
 
 
 @dataclass
-class TERecipeKwargs(_Engine):
+class TERecipeKwargs(_UnsupportedRecipe):
     """Settings of Transformer Engine, which Headway does not support.
 
     An Accelerator that gets them raises `UnsupportedError`. The fields are those of Accelerate's class. They are stored
@@ -57,13 +57,13 @@ class TERecipeKwargs(_Engine):
     use_mxfp8_block_scaling: bool = False
 
     def __post_init__(self) -> None:
-        self.fp8_format = _one_of("fp8_format", str(self.fp8_format).upper(), ("HYBRID", "E4M3", "E5M2"))
+        self.fp8_format = _check_word("fp8_format", str(self.fp8_format).upper(), ("HYBRID", "E4M3", "E5M2"))
         algorithm = str(self.amax_compute_algo).lower()
-        self.amax_compute_algo = _one_of("amax_compute_algo", algorithm, ("max", "most_recent"))
+        self.amax_compute_algo = _check_word("amax_compute_algo", algorithm, ("max", "most_recent"))
 
 
 @dataclass
-class MSAMPRecipeKwargs(_Engine):
+class MSAMPRecipeKwargs(_UnsupportedRecipe):
     """Settings of MS-AMP, which Headway does not support. An Accelerator that gets them raises `UnsupportedError`.
 
     Attributes:
@@ -76,7 +76,7 @@ class MSAMPRecipeKwargs(_Engine):
     opt_level: str = "O2"
 
     def __post_init__(self) -> None:
-        self.opt_level = _one_of("opt_level", self.opt_level, ("O1", "O2"))
+        self.opt_level = _check_word("opt_level", self.opt_level, ("O1", "O2"))
 
 
 @dataclass
@@ -99,7 +99,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             FutureWarning,
             stacklevel=3,
         )
-        self.backend = _one_of("backend", str(self.backend).upper(), ("TE", "MSAMP"))
+        self.backend = _check_word("backend", str(self.backend).upper(), ("TE", "MSAMP"))
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
 

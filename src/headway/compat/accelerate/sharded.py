@@ -27,8 +27,8 @@ from headway.errors import CheckpointError
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
-_MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_MODEL_STEM, _OPTIMIZER_STEM = "pytorch_model_fsdp", "optimizer"
+_FULL_STATE_OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> Any:
@@ -64,13 +64,13 @@ def save_fsdp_model(
             weights of the active adapter under PEFT's names. Default: False.
         use_dcp: Ignored. Shards are always written by torch.distributed.checkpoint.
     """
-    is_whole = _is_whole(fsdp_plugin)
+    is_full = _uses_full_state(fsdp_plugin)
     is_adapter = adapter_only and is_peft_model(model)
-    if is_whole:
-        weights = get_model_state_dict(model, options=replace(_WHOLE, ignore_frozen_params=is_adapter))
+    if is_full:
+        weights = get_model_state_dict(model, options=replace(_FULL_STATE_OPTIONS, ignore_frozen_params=is_adapter))
     else:
         weights = _read_adapter_state(model) if is_adapter else get_model_state_dict(model)
-    _write_state("model", weights, output_dir, _MODEL, model_index, is_whole, accelerator)
+    _write_state("model", weights, output_dir, _MODEL_STEM, model_index, is_full, accelerator)
 
 
 def load_fsdp_model(
@@ -103,12 +103,12 @@ def load_fsdp_model(
     """
     accelerator.wait_for_everyone()
     is_adapter = adapter_only and is_peft_model(model)
-    place, is_whole = _find_saved_state(input_dir, _MODEL, model_index)
-    if is_whole:
+    path, is_full = _find_saved_state(input_dir, _MODEL_STEM, model_index)
+    if is_full:
         options = replace(_make_load_options(accelerator), strict=not is_adapter)
-        return set_model_state_dict(model, _read_first(place, accelerator), options=options)
+        return set_model_state_dict(model, _read_on_rank_0(path, accelerator), options=options)
     weights = _read_adapter_state(model) if is_adapter else get_model_state_dict(model)
-    load({"model": weights}, checkpoint_id=place)
+    load({"model": weights}, checkpoint_id=path)
     if is_adapter:
         from peft import set_peft_model_state_dict
 
@@ -138,9 +138,11 @@ def save_fsdp_optimizer(
         optimizer_index: Number N in the name of the file or directory. Default: 0.
         use_dcp: Ignored. Shards are always written by torch.distributed.checkpoint.
     """
-    is_whole = _is_whole(fsdp_plugin)
-    state = get_optimizer_state_dict(model, _torch_optimizer(optimizer), options=_WHOLE if is_whole else None)
-    _write_state("optimizer", state, output_dir, _OPTIMIZER, optimizer_index, is_whole, accelerator)
+    is_full = _uses_full_state(fsdp_plugin)
+    state = get_optimizer_state_dict(
+        model, _unwrap_optimizer(optimizer), options=_FULL_STATE_OPTIONS if is_full else None
+    )
+    _write_state("optimizer", state, output_dir, _OPTIMIZER_STEM, optimizer_index, is_full, accelerator)
 
 
 def load_fsdp_optimizer(
@@ -170,57 +172,60 @@ def load_fsdp_optimizer(
         CheckpointError: If `input_dir` contains neither a file nor a directory with the state.
     """
     accelerator.wait_for_everyone()
-    inner = _torch_optimizer(optimizer)
-    place, is_whole = _find_saved_state(input_dir, _OPTIMIZER, optimizer_index)
-    if is_whole:
-        state = _read_first(place, accelerator)
+    inner = _unwrap_optimizer(optimizer)
+    path, is_full = _find_saved_state(input_dir, _OPTIMIZER_STEM, optimizer_index)
+    if is_full:
+        state = _read_on_rank_0(path, accelerator)
         set_optimizer_state_dict(model, inner, state, options=_make_load_options(accelerator))
         return
     state = get_optimizer_state_dict(model, inner)
-    load({"optimizer": state}, checkpoint_id=place)
+    load({"optimizer": state}, checkpoint_id=path)
     set_optimizer_state_dict(model, inner, state)
 
 
-def _is_whole(fsdp_plugin: Any) -> bool:
+def _uses_full_state(fsdp_plugin: Any) -> bool:
     return "FULL_STATE_DICT" in str(getattr(fsdp_plugin, "state_dict_type", ""))
 
 
-def _make_path(root: Any, word: str, index: int) -> Path:
-    return Path(root) / (f"{word}_{index}.bin" if index else f"{word}.bin")
+def _make_path(root: Any, stem: str, index: int) -> Path:
+    return Path(root) / (f"{stem}_{index}.bin" if index else f"{stem}.bin")
 
 
-def _find_saved_state(root: Any, word: str, index: int) -> tuple[Path, bool]:
+def _find_saved_state(root: Any, stem: str, index: int) -> tuple[Path, bool]:
     """Return the path of a saved state, and whether it is one file of full tensors.
 
+    A directory of shards takes precedence over a file.
+
     Args:
-        root: Directory of the checkpoint.
-        word: Name of the file or directory without number and suffix, such as "optimizer".
+        root: Directory of the checkpoint. It can also be the directory of shards itself, as in Accelerate.
+        stem: Name of the file or directory without number and suffix, such as "optimizer".
         index: Number in the name.
 
     Raises:
         CheckpointError: If neither a directory nor a file exists.
     """
-    name, file = f"{word}_{index}", _make_path(root, word, index)
-    for folder in (Path(root) / name, Path(root)):
-        if folder.name == name and folder.is_dir():
-            return folder, False
+    folder, file = Path(root) / f"{stem}_{index}", _make_path(root, stem, index)
+    if folder.is_dir():
+        return folder, False
+    if Path(root).name == folder.name and Path(root).is_dir():
+        return Path(root), False
     if file.is_file():
         return file, True
     raise CheckpointError(
-        f"{root} contains neither a folder {name} nor a file {file.name}; give a folder that save_fsdp_model and "
+        f"{root} contains neither a folder {folder.name} nor a file {file.name}; give a folder that save_fsdp_model and "
         "save_fsdp_optimizer wrote into"
     )
 
 
-def _write_state(key: str, state: Any, root: Any, word: str, index: int, is_whole: bool, accelerator: Any) -> None:
-    if not is_whole:
-        save({key: state}, checkpoint_id=Path(root) / f"{word}_{index}")
+def _write_state(key: str, state: Any, root: Any, stem: str, index: int, is_full: bool, accelerator: Any) -> None:
+    if not is_full:
+        save({key: state}, checkpoint_id=Path(root) / f"{stem}_{index}")
     elif accelerator.process_index == 0:
         Path(root).mkdir(parents=True, exist_ok=True)
-        torch.save(state, _make_path(root, word, index))
+        torch.save(state, _make_path(root, stem, index))
 
 
-def _read_first(file: Path, accelerator: Any) -> Any:
+def _read_on_rank_0(file: Path, accelerator: Any) -> Any:
     """Return the contents of a file on rank 0, and an empty dict on all other ranks.
 
     torch's state dict functions then broadcast rank 0's values to the other ranks.
@@ -239,7 +244,7 @@ def _read_adapter_state(model: Any) -> dict[str, Any]:
     return found
 
 
-def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     inner = getattr(optimizer, "optimizer", optimizer)
     assert isinstance(inner, torch.optim.Optimizer)
     return inner

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 
-from headway.compat.accelerate.constants import DistributedType, distributed_type
+from headway.compat.accelerate.constants import DistributedType, find_distributed_type
 from headway.compat.accelerate.plugins import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
@@ -34,7 +34,7 @@ from headway.errors import ConfigError, UnsupportedError
 from headway.layouts.deepspeed.plugin import DeepSpeedPlugin
 
 
-def collectives() -> Collectives:
+def get_collectives() -> Collectives:
     """Return the `Collectives` of the Accelerator that was created last.
 
     If there is no Accelerator for the current runtime, return a new object. If this process has no runtime, start it.
@@ -53,7 +53,7 @@ def _start_runtime(options: Mapping[str, Any]) -> Collectives:
     if not process.is_started() and latest is not None and latest.is_available_after_end and not options:
         return latest.collectives
     process.start(**options)
-    return collectives()
+    return get_collectives()
 
 
 class _SharedState:
@@ -66,16 +66,16 @@ class _SharedState:
         return self._read()
 
 
-def _process_facts() -> dict[str, Any]:
+def _read_process_values() -> dict[str, Any]:
     if not process.is_started():
         return {}
     runtime = process.current()
     return {"device": runtime.device, "num_processes": runtime.world_size, "process_index": runtime.rank}
 
 
-def _run_facts() -> dict[str, Any]:
+def _read_run_values() -> dict[str, Any]:
     latest = AcceleratorFacts.latest
-    return {} if latest is None else {"_mixed_precision": latest.mixed_precision, **_process_facts()}
+    return {} if latest is None else {"_mixed_precision": latest.mixed_precision, **_read_process_values()}
 
 
 def is_initialized() -> bool:
@@ -85,7 +85,7 @@ def is_initialized() -> bool:
 
 def wait_for_everyone() -> None:
     """Wait until every process has called this function."""
-    collectives().barrier()
+    get_collectives().barrier()
 
 
 class PartialState(RankAware):
@@ -100,7 +100,7 @@ class PartialState(RankAware):
         UnsupportedError: If SageMaker's data parallelism is requested.
     """
 
-    _shared_state = _SharedState(_process_facts)
+    _shared_state = _SharedState(_read_process_values)
     _values: ClassVar[dict[str, Any]] = {}
     _known_attrs: ClassVar[list[str]] = [
         "_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
@@ -123,9 +123,9 @@ class PartialState(RankAware):
                 "SageMaker's own data parallelism is not served; start the script with torchrun or SLURM"
             )
         self.__dict__ = self._values  # all instances share one dict
-        given = {"cpu": cpu, "backend": backend, "init_method": init_method, "timeout": timeout}
-        way = _start_runtime({name: value for name, value in given.items() if value})
-        super().__init__(way.runtime, way)
+        options = {"cpu": cpu, "backend": backend, "init_method": init_method, "timeout": timeout}
+        collectives = _start_runtime({name: value for name, value in options.items() if value})
+        super().__init__(collectives.runtime, collectives)
 
     def __getattr__(self, name: str) -> Any:
         # Python also calls this for a property whose getter raises AttributeError, because the runtime has ended.
@@ -164,7 +164,7 @@ class PartialState(RankAware):
     @property
     def distributed_type(self) -> DistributedType:
         """Type of distribution, determined by world size and device type."""
-        return distributed_type(self.runtime)
+        return find_distributed_type(self.runtime)
 
     @property
     def _cpu(self) -> bool:
@@ -226,7 +226,7 @@ class AcceleratorState(PartialState):
         ConfigError: If `mixed_precision` differs from the Accelerator's.
     """
 
-    _shared_state = _SharedState(_run_facts)
+    _shared_state = _SharedState(_read_run_values)
     _values: ClassVar[dict[str, Any]] = {}
     _known_attrs: ClassVar[list[str]] = [
         *PartialState._known_attrs, "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "dynamo_plugin",
@@ -243,15 +243,15 @@ class AcceleratorState(PartialState):
     ) -> None:
         super().__init__(cpu, **options)
         self._run = _run or AcceleratorFacts.latest
-        known = None if self._run is None else self._run.mixed_precision
-        if known is not None and mixed_precision is not None and mixed_precision != known:
+        run_precision = None if self._run is None else self._run.mixed_precision
+        if run_precision is not None and mixed_precision is not None and mixed_precision != run_precision:
             raise ConfigError(
-                f"mixed_precision={mixed_precision!r}, but the Accelerator computes in {known!r}; give it to the Accelerator"
+                f"mixed_precision={mixed_precision!r}, but the Accelerator computes in {run_precision!r}; give it to the Accelerator"
             )
-        said, _ = resolve_run_setting(
+        launcher_precision, _ = resolve_run_setting(
             "mixed_precision", mixed_precision or UNSET, "no", code_origin="AcceleratorState(...)"
         )
-        self.mixed_precision: str = known or said
+        self.mixed_precision: str = run_precision or launcher_precision
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -291,7 +291,7 @@ class AcceleratorState(PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         """Type of distribution, determined by world size, layout (FSDP or DEEPSPEED) and device type."""
-        return distributed_type(self.runtime, None if self._run is None else self._run.resolved_layout)
+        return find_distributed_type(self.runtime, None if self._run is None else self._run.resolved_layout)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -346,6 +346,7 @@ class GradientState:
         UnsupportedError: If a plugin is given and there is no Accelerator.
     """
 
+    # Scripts only check whether the dict is empty.
     _shared_state = _SharedState(lambda: {} if AcceleratorFacts.latest is None else {"sync_gradients": True})
 
     def __init__(self, gradient_accumulation_plugin: Any = None, *, _run: AcceleratorFacts | None = None) -> None:
@@ -360,8 +361,8 @@ class GradientState:
 
     @property
     def _windows(self) -> AccumulationWindows:
-        found = None if self._run is None else self._run.accumulation
-        return AccumulationWindows(1, LoaderEvents()) if found is None else found
+        windows = None if self._run is None else self._run.accumulation
+        return AccumulationWindows(1, LoaderEvents()) if windows is None else windows
 
     @property
     def _loader(self) -> PreparedLoader | None:
@@ -449,7 +450,7 @@ class GradientState:
         0 if the last global batch is complete. -1 if the number is unknown or no loader is being iterated.
         """
         loader = self._loader
-        return -1 if loader is None else remainder(loader)
+        return -1 if loader is None else count_remainder(loader)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
@@ -463,7 +464,7 @@ class GradientState:
         )
 
 
-def remainder(loader: PreparedLoader) -> int:
+def count_remainder(loader: PreparedLoader) -> int:
     """Return the number of samples in a loader's last global batch, not counting padding, if that batch is incomplete.
 
     Returns:

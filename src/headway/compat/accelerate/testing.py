@@ -49,8 +49,8 @@ def get_launch_command(**kwargs: Any) -> list[str]:
         kwargs: Flags by name, such as `num_processes=2`. True is a flag without a value; False and None are left out.
     """
     command = [sys.executable, "-m", "headway", "launch", "--as", "accelerate"]
-    flags = {name: value for name, value in kwargs.items() if value is not None and value is not False}
-    return command + [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+    flag_values = {name: value for name, value in kwargs.items() if value is not None and value is not False}
+    return command + [f"--{name}" if value is True else f"--{name}={value}" for name, value in flag_values.items()]
 
 
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count)
@@ -102,9 +102,11 @@ def _list_conditions() -> dict[str, tuple[bool, str]]:
     Each condition is a pair of (whether tests with the decorator run, description of the requirement).
     """
     kinds = ("cuda", "xpu", "mps", "npu", "mlu", "sdaa", "musa", "neuron")
-    found = {kind: (torch_device == kind, kind.upper()) for kind in ("cpu", *kinds)}
-    found |= {f"non_{kind}": (torch_device != kind, f"another device than {kind}") for kind in ("cpu", "xpu", "hpu")}
-    found |= {
+    conditions = {kind: (torch_device == kind, kind.upper()) for kind in ("cpu", *kinds)}
+    conditions |= {
+        f"non_{kind}": (torch_device != kind, f"another device than {kind}") for kind in ("cpu", "xpu", "hpu")
+    }
+    conditions |= {
         "cuda_or_hpu": (torch_device in ("cuda", "hpu"), "CUDA or HPU"),
         "cuda_or_xpu": (torch_device in ("cuda", "xpu"), "CUDA or XPU"),
         "fp16": (available.is_fp16_available(), "a device with float16"),
@@ -129,8 +131,8 @@ def _list_conditions() -> dict[str, tuple[bool, str]]:
         "torchdata_stateful_dataloader"
     )
     for name in packages.split():
-        found[name] = (bool(getattr(available, f"is_{name}_available")()), name)
-    return found
+        conditions[name] = (bool(getattr(available, f"is_{name}_available")()), name)
+    return conditions
 
 
 def __getattr__(name: str) -> Any:
@@ -223,7 +225,7 @@ class RunOutput:
 def execute_subprocess_async(
     cmd: Sequence[str], env: Any = None, stdin: Any = None, timeout: float = 180, quiet: bool = False, echo: bool = True
 ) -> RunOutput:
-    """Run a command, wait for it, and return its output.
+    """Run a command, wait for it, and return its output. Despite its name in Accelerate, it is not asynchronous.
 
     Args:
         cmd: Program and arguments.
@@ -240,13 +242,15 @@ def execute_subprocess_async(
     line = [str(each) for each in cmd]
     if echo:
         print("Running:", *line)
-    ran = subprocess.run(line, env=env, stdin=stdin, capture_output=True, text=True, timeout=timeout)
+    result = subprocess.run(line, env=env, stdin=stdin, capture_output=True, text=True, timeout=timeout)
     if not quiet:
-        sys.stdout.write(ran.stdout)
-        sys.stderr.write(ran.stderr)
-    if ran.returncode:
-        raise LaunchError(f"{' '.join(line)!r} ended with {ran.returncode}; it said:\n{ran.stderr or ran.stdout}")
-    return RunOutput(ran.returncode, ran.stdout.splitlines(), ran.stderr.splitlines())
+        sys.stdout.write(result.stdout)
+        sys.stderr.write(result.stderr)
+    if result.returncode:
+        raise LaunchError(
+            f"{' '.join(line)!r} ended with {result.returncode}; it said:\n{result.stderr or result.stdout}"
+        )
+    return RunOutput(result.returncode, result.stdout.splitlines(), result.stderr.splitlines())
 
 
 def run_command(command: Sequence[str], return_stdout: bool = False, env: Any = None) -> str | None:
@@ -260,14 +264,14 @@ def run_command(command: Sequence[str], return_stdout: bool = False, env: Any = 
     Raises:
         SubprocessCallException: If the command fails.
     """
-    ran = subprocess.run(
+    result = subprocess.run(
         [str(each) for each in command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    if ran.returncode:
+    if result.returncode:
         raise SubprocessCallException(
-            f"{' '.join(map(str, command))!r} ended with {ran.returncode}; it said:\n{ran.stdout}"
+            f"{' '.join(map(str, command))!r} ended with {result.returncode}; it said:\n{result.stdout}"
         )
-    return ran.stdout if return_stdout else None
+    return result.stdout if return_stdout else None
 
 
 def pytest_xdist_worker_id() -> int:
@@ -314,10 +318,10 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         func: Function to call.
         args, kwargs: Arguments of the function.
     """
-    said = io.StringIO()
-    with redirect_stdout(said):
+    output = io.StringIO()
+    with redirect_stdout(output):
         func(*args, **kwargs)
-    return said.getvalue()
+    return output.getvalue()
 
 
 # -------------------------------------------------------------------- a model and a dataset

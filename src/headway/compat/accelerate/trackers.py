@@ -41,9 +41,10 @@ class GeneralTracker(Tracker):
     takes = "given"
 
     def __init__(self, _blank: bool = False) -> None:
-        own = [kind for kind in type(self).__mro__ if kind not in (GeneralTracker, Tracker, object)]
-        needed = ("name", "requires_logging_directory", "tracker")
-        missing = [each for each in needed if not any(each in vars(kind) for kind in own)]
+        # The base classes have defaults of these attributes, which do not count.
+        subclasses = [kind for kind in type(self).__mro__ if kind not in (GeneralTracker, Tracker, object)]
+        required = ("name", "requires_logging_directory", "tracker")
+        missing = [name for name in required if not any(name in vars(kind) for kind in subclasses)]
         if missing and not _blank:
             raise NotImplementedError(f"the tracker {type(self).__name__} does not define {', '.join(missing)}")
 
@@ -101,7 +102,7 @@ class _AccelerateInterface(Tracker if TYPE_CHECKING else object):  # type: ignor
         super().finish()
 
 
-class _OfProject(_AccelerateInterface):
+class _ProjectTracker(_AccelerateInterface):
     """Mixin for trackers whose constructor requires the run's name.
 
     Args:
@@ -114,7 +115,7 @@ class _OfProject(_AccelerateInterface):
         self.run_name = run_name
 
 
-class TensorBoardTracker(_OfProject, TensorBoardAdapter, GeneralTracker):
+class TensorBoardTracker(_ProjectTracker, TensorBoardAdapter, GeneralTracker):
     """TensorBoard tracker that writes to the folder `logging_dir/run_name`.
 
     Other keyword arguments are passed to SummaryWriter.
@@ -125,7 +126,7 @@ class TensorBoardTracker(_OfProject, TensorBoardAdapter, GeneralTracker):
         self.logging_dir = logging_dir
 
 
-class WandBTracker(_OfProject, WandbAdapter, GeneralTracker):
+class WandBTracker(_ProjectTracker, WandbAdapter, GeneralTracker):
     """Weights & Biases tracker for the project `run_name`. Other arguments are passed to `wandb.init`."""
 
     @on_main_process
@@ -151,15 +152,15 @@ class WandBTracker(_OfProject, WandbAdapter, GeneralTracker):
         self.log({table_name: self._package.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
 
-class TrackioTracker(_OfProject, TrackioAdapter, GeneralTracker):
+class TrackioTracker(_ProjectTracker, TrackioAdapter, GeneralTracker):
     """Trackio tracker for the project `run_name`. Other arguments are passed to `trackio.init`."""
 
 
-class CometMLTracker(_OfProject, CometAdapter, GeneralTracker):
+class CometMLTracker(_ProjectTracker, CometAdapter, GeneralTracker):
     """Comet tracker for the project `run_name`. Other arguments are passed to `comet_ml.start`."""
 
 
-class AimTracker(_OfProject, AimAdapter, GeneralTracker):
+class AimTracker(_ProjectTracker, AimAdapter, GeneralTracker):
     """Aim tracker with its repository in `logging_dir`. Other arguments are passed to `aim.Run`."""
 
     def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
@@ -197,18 +198,18 @@ class MLflowTracker(_AccelerateInterface, MLflowAdapter, GeneralTracker):
     ) -> None:
         import json
 
-        told = env.get("MLFLOW_TAGS") or tags
-        nested = env.get("MLFLOW_NESTED_RUN")
+        run_tags = env.get("MLFLOW_TAGS") or tags
+        nested_text = env.get("MLFLOW_NESTED_RUN")
         options = {
-            "tags": json.loads(told) if isinstance(told, str) else told,
-            "nested": nested_run if nested is None else bool(str_to_bool(nested)),
+            "tags": json.loads(run_tags) if isinstance(run_tags, str) else run_tags,
+            "nested": nested_run if nested_text is None else bool(str_to_bool(nested_text)),
             "run_name": run_name,
             "description": description,
         }
-        given: dict[str, Any] = {name: value for name, value in options.items() if value}
-        experiment = env.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        start_options: dict[str, Any] = {name: value for name, value in options.items() if value}
+        chosen_experiment = env.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
         super().__init__(
-            experiment_name=experiment, run_id=env.get("MLFLOW_RUN_ID") or run_id, **given | kwargs
+            experiment_name=chosen_experiment, run_id=env.get("MLFLOW_RUN_ID") or run_id, **start_options | kwargs
         )  # fmt: skip
         self._artifacts = logging_dir
 
@@ -304,7 +305,7 @@ class DVCLiveTracker(_AccelerateInterface, DVCLiveAdapter, GeneralTracker):
         self.run_name = run_name
 
 
-class SwanLabTracker(_OfProject, SwanLabAdapter, GeneralTracker):
+class SwanLabTracker(_ProjectTracker, SwanLabAdapter, GeneralTracker):
     """SwanLab tracker for the project `run_name`. Other arguments are passed to `swanlab.init`."""
 
 
@@ -333,8 +334,8 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, Tracker)):
         raise ConfigError(f"register_tracker_class({tracker_class!r}): a subclass of GeneralTracker is needed")
     name = getattr(tracker_class, "name", None)
-    own = [kind for kind in tracker_class.__mro__ if kind not in (GeneralTracker, Tracker, object)]
-    if not name or not any("requires_logging_directory" in vars(kind) for kind in own):
+    defining_classes = [kind for kind in tracker_class.__mro__ if kind not in (GeneralTracker, Tracker, object)]
+    if not name or not any("requires_logging_directory" in vars(kind) for kind in defining_classes):
         raise ConfigError(
             f"register_tracker_class({tracker_class.__name__}): the class needs a name and requires_logging_directory"
         )
@@ -363,25 +364,25 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     Raises:
         ConfigError: If a name is unknown, or if a tracker requires a logging directory that is not given.
     """
-    several = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
-    if any(str(each) == LoggerType.ALL.value for each in several):
-        return [each for each in several if isinstance(each, Tracker)] + list(get_available_trackers())
-    found: list[Any] = []
-    for each in several:
-        if isinstance(each, Tracker):
-            found.append(each)
+    requested = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
+    if any(str(item) == LoggerType.ALL.value for item in requested):
+        return [item for item in requested if isinstance(item, Tracker)] + list(get_available_trackers())
+    trackers: list[Any] = []
+    for item in requested:
+        if isinstance(item, Tracker):
+            trackers.append(item)
             continue
-        name = str(each)
+        name = str(item)
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ConfigError(f"log_with={each!r}; allowed: all, {', '.join(LOGGER_TYPE_TO_CLASS)}, or a tracker")
-        if _is_missing(each):
+            raise ConfigError(f"log_with={item!r}; allowed: all, {', '.join(LOGGER_TYPE_TO_CLASS)}, or a tracker")
+        if _is_package_missing(item):
             continue
         if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
             raise ConfigError(f"log_with={name!r} needs a logging_dir; there is none")
-        kept = LoggerType(name) if name in {kind.value for kind in LoggerType} else each
-        if kept not in found:
-            found.append(kept)
-    return found
+        tracker = LoggerType(name) if name in {kind.value for kind in LoggerType} else item
+        if tracker not in trackers:
+            trackers.append(tracker)
+    return trackers
 
 
 def replace_tracker_names(log_with: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
@@ -397,38 +398,48 @@ def replace_tracker_names(log_with: Any, project: Callable[[], str], logging_dir
     """
     if log_with is None:
         return None
-    several = log_with if isinstance(log_with, list | tuple | set) else [log_with]
-    found = [_make_tracker_choice(each, project, logging_dir) for each in several if not _is_missing(each)]
-    if several and not found:
+    requested = log_with if isinstance(log_with, list | tuple | set) else [log_with]
+    trackers = [_make_tracker_choice(item, project, logging_dir) for item in requested if not _is_package_missing(item)]
+    if requested and not trackers:
         warnings.warn(
             f"`log_with={log_with}` was passed but no supported trackers are currently installed.",
             UserWarning,
             stacklevel=3,
         )
-    return found
+    return trackers
 
 
-def _is_missing(each: Any) -> bool:
+def _is_package_missing(item: Any) -> bool:
     """Whether a value is the name of a tracker whose package is not installed. A warning is logged once per name."""
-    name = str(each)
+    name = str(item)
     is_built_in = name in LOGGER_TYPE_TO_CLASS and name in {kind.value for kind in LoggerType}
-    is_missing = is_built_in and not isinstance(each, Tracker) and not is_available(name)
+    is_missing = is_built_in and not isinstance(item, Tracker) and not is_available(name)
     if is_missing:
         log.warning_once("log_with leaves %s out: it is not installed", name)
     return is_missing
 
 
-def _make_tracker_choice(each: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
-    name = str(each)
-    if isinstance(each, Tracker) or name not in LOGGER_TYPE_TO_CLASS:
-        return each
-    kind = LOGGER_TYPE_TO_CLASS[name]
+def _make_tracker_choice(item: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
+    """Return a factory for the tracker class that `item` names. Any other item is returned unchanged.
+
+    Args:
+        item: One item of `log_with`.
+        project: Function that returns the project's name.
+        logging_dir: Function that returns the logging directory.
+
+    Raises:
+        ConfigError: From the factory, if the registered class does not create a tracker.
+    """
+    name = str(item)
+    if isinstance(item, Tracker) or name not in LOGGER_TYPE_TO_CLASS:
+        return item
+    tracker_class = LOGGER_TYPE_TO_CLASS[name]
 
     def make_tracker(**options: Any) -> Tracker:
-        places = (project(), logging_dir()) if kind.requires_logging_directory else (project(),)
-        made = kind(*places, **options)
-        if not isinstance(made, base.Tracker):
-            raise ConfigError(f"the tracker {name!r} is a {type(made).__name__}; a GeneralTracker is needed")
-        return made
+        arguments = (project(), logging_dir()) if tracker_class.requires_logging_directory else (project(),)
+        tracker = tracker_class(*arguments, **options)
+        if not isinstance(tracker, base.Tracker):
+            raise ConfigError(f"the tracker {name!r} is a {type(tracker).__name__}; a GeneralTracker is needed")
+        return tracker
 
-    return TrackerMaker(name, make_tracker, kind.requires_logging_directory)
+    return TrackerMaker(name, make_tracker, tracker_class.requires_logging_directory)

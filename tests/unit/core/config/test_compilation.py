@@ -5,7 +5,7 @@ import json
 import pytest
 
 from headway import Accelerator
-from headway.compat.accelerate.launching.config_file import translate
+from headway.compat.accelerate.launching.config_file import translate_config
 from headway.core.config.compilation import TorchDynamoPlugin
 from headway.core.config.string_enums import DynamoBackend
 from headway.errors import ConfigError
@@ -96,7 +96,7 @@ def test_variables_set_the_options(monkeypatch):
 
 
 def test_dynamo_config_of_accelerate_is_translated():
-    made = translate(
+    made = translate_config(
         {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_dynamic": True,
                            "dynamo_use_fullgraph": False, "dynamo_use_regional_compilation": True}},
         "default_config.yaml",

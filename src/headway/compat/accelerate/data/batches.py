@@ -2,7 +2,7 @@
 
 Arguments of collective operations (gather, reduce, broadcast and others) are checked before any data is moved. Under
 `import accelerate`, `gather_for_metrics` also accepts values that do not have one entry per sample, such as one value
-per batch (see `gather_and_cut`). TRL needs this to count tokens. `headway.Accelerator.gather_for_metrics` refuses such
+per batch (see `gather_and_truncate`). TRL needs this to count tokens. `headway.Accelerator.gather_for_metrics` refuses such
 values.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headway.compat.accelerate.constants import CannotPadNestedTensorWarning
-from headway.compat.accelerate.state import GradientState, collectives
+from headway.compat.accelerate.state import GradientState, get_collectives
 from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.rng import synchronize_rng_states
@@ -250,8 +250,8 @@ def initialize_tensors(data_structure: Any) -> Any:
         data_structure: Return value of `get_data_structure`.
     """
 
-    def make_empty(about: TensorInformation) -> torch.Tensor:
-        return torch.empty(about.shape, dtype=about.dtype)
+    def make_empty(information: TensorInformation) -> torch.Tensor:
+        return torch.empty(information.shape, dtype=information.dtype)
 
     return recursively_apply(make_empty, data_structure, test_type=is_tensor_information)
 
@@ -300,15 +300,16 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         num_processes: Number of processes among which the rows will be split.
         dim: Leave it at 0 (the default), because rows are always added along dimension 0.
     """
-    each, rest = divmod(batch_size, num_processes)
-    more = num_processes - (each or batch_size)
-    if more < 1 and rest > more:
-        more = rest - more
+    # This is Accelerate's formula. Its number of rows is not always divisible, but scripts may depend on the number.
+    rows_per_process, num_remaining = divmod(batch_size, num_processes)
+    num_added = num_processes - (rows_per_process or batch_size)
+    if num_added < 1 and num_remaining > num_added:
+        num_added = num_remaining - num_added
 
-    def pad_with_zeros(given: torch.Tensor) -> torch.Tensor:
-        made = given.new_zeros([batch_size + more, *given.shape[1:]])
-        made.narrow(dim, 0, given.shape[dim]).copy_(given)
-        return made
+    def pad_with_zeros(rows: torch.Tensor) -> torch.Tensor:
+        padded = rows.new_zeros([batch_size + num_added, *rows.shape[1:]])
+        padded.narrow(dim, 0, rows.shape[dim]).copy_(rows)
+        return padded
 
     return recursively_apply(pad_with_zeros, tensor, error_on_other_type=True)
 
@@ -356,10 +357,10 @@ def gather(tensor: Tree) -> Tree:
     Raises:
         TypeError: If there are several processes and a leaf is not a tensor.
     """
-    if collectives().world_size == 1:
+    if get_collectives().world_size == 1:
         return tensor
     require_tensors(tensor, GATHER)
-    return collectives().gather(tensor)
+    return get_collectives().gather(tensor)
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
@@ -370,13 +371,19 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
     Args:
         object: List, tuple or set of objects that can be pickled. Any other object counts as one item.
     """
-    if collectives().world_size == 1:
+    if get_collectives().world_size == 1:
         return object
-    found = collectives().gather_objects(object)
-    return [item for part in found for item in (part if isinstance(part, list | tuple | set | frozenset) else (part,))]
+    objects_by_rank = get_collectives().gather_objects(object)
+    joined: list[Any] = []
+    for rank_object in objects_by_rank:
+        if isinstance(rank_object, list | tuple | set | frozenset):
+            joined += rank_object
+        else:
+            joined.append(rank_object)
+    return joined
 
 
-def gather_and_cut(values: Any, is_objects: bool) -> Any:
+def gather_and_truncate(values: Any, is_objects: bool) -> Any:
     """Return the concatenated values of all ranks. All ranks must call it.
 
     After the last batch of a loader, if the last global batch is incomplete, values are truncated to the number of
@@ -388,13 +395,13 @@ def gather_and_cut(values: Any, is_objects: bool) -> Any:
         is_objects: Whether to gather the values as objects even if all of them are tensors.
     """
     is_objects = is_objects or not all(isinstance(each, torch.Tensor) for each in list_leaves(values))
-    joined = gather_object(values) if is_objects else gather(values)
+    gathered = gather_object(values) if is_objects else gather(values)
     state = GradientState()
     if not state.end_of_dataloader or state.remainder <= 0:
-        return joined
+        return gathered
     if is_objects:
-        return joined[: state.remainder] if isinstance(joined, list | tuple | str) else joined
-    return map_tensors(lambda each: each[: state.remainder] if each.ndim else each, joined)
+        return gathered[: state.remainder] if isinstance(gathered, list | tuple | str) else gathered
+    return map_tensors(lambda each: each[: state.remainder] if each.ndim else each, gathered)
 
 
 def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
@@ -407,12 +414,12 @@ def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
     Raises:
         TypeError: If there are several processes and a leaf is not a tensor.
     """
-    if collectives().world_size == 1:
+    if get_collectives().world_size == 1:
         return tensor
     require_tensors(tensor, "_gpu_broadcast_one")
-    for own, sent in zip(list_tensors(tensor), list_tensors(collectives().broadcast(tensor, from_process))):
-        if own is not sent:
-            own.detach().copy_(sent)
+    for target, source in zip(list_tensors(tensor), list_tensors(get_collectives().broadcast(tensor, from_process))):
+        if target is not source:
+            target.detach().copy_(source)
     return tensor
 
 
@@ -425,7 +432,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         object_list: List of equal length on all ranks.
         from_process: Rank that sends its objects. Default: 0.
     """
-    object_list[:] = collectives().broadcast_object(list(object_list), from_process)
+    object_list[:] = get_collectives().broadcast_object(list(object_list), from_process)
     return object_list
 
 
@@ -441,7 +448,7 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0) -> Tree:
         TypeError: If a leaf is not a tensor.
     """
     require_tensors(tensor, REDUCE)
-    return collectives().reduce(tensor, reduction, scale)
+    return get_collectives().reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
@@ -467,7 +474,7 @@ def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: float = 0, pad_f
             stacklevel=2,
         )
         return tensor
-    return collectives().pad_across_processes(tensor, dim, pad_index, pad_first)
+    return get_collectives().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
@@ -481,16 +488,17 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     Raises:
         CollectiveError: If not exactly one rank passes a tensor.
     """
-    way = collectives()
-    given = [rank for rank, (has,) in enumerate(way.gather_numbers([float(tensor is not None)])) if has]
-    if len(given) != 1:
+    collectives = get_collectives()
+    has_tensor_by_rank = collectives.gather_numbers([float(tensor is not None)])
+    senders = [rank for rank, (has_tensor,) in enumerate(has_tensor_by_rank) if has_tensor]
+    if len(senders) != 1:
         raise CollectiveError(
-            f"copy_tensor_to_devices got a tensor on ranks {given}; give it on one, and None on the others"
+            f"copy_tensor_to_devices got a tensor on ranks {senders}; give it on one, and None on the others"
         )
-    shape, dtype = way.broadcast_object(None if tensor is None else (tensor.shape, tensor.dtype), given[0])
+    shape, dtype = collectives.broadcast_object(None if tensor is None else (tensor.shape, tensor.dtype), senders[0])
     if tensor is None:
         tensor = torch.empty(shape, dtype=dtype)
-    moved: torch.Tensor = way.broadcast(tensor.to(way.runtime.device), given[0])
+    moved: torch.Tensor = collectives.broadcast(tensor.to(collectives.runtime.device), senders[0])
     return moved
 
 
@@ -531,6 +539,12 @@ def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collec
 
 
 def _has_row_per_sample(tensor: torch.Tensor, loader: PreparedLoader | None) -> bool:
+    """Whether a tensor has one row per sample of the loader's current batch on this rank, or of a full batch.
+
+    Args:
+        tensor: Tensor of results.
+        loader: Loader that the batch came from. None: any tensor with at least one dimension is accepted.
+    """
     if tensor.ndim == 0:
         return False
     if loader is None or loader.num_rows is None or tensor.shape[0] == loader.num_rows:

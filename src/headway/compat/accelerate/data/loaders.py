@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from headway.compat.accelerate.state import GradientState, PartialState, remainder
+from headway.compat.accelerate.state import GradientState, PartialState, count_remainder
 from headway.core.config.run import DataLoaderConfiguration
 from headway.core.data.build import prepare_loader
 from headway.core.data.choose_feed import choose_loader_class
@@ -30,7 +30,7 @@ from headway.core.training.facts import AcceleratorFacts
 from headway.errors import ConfigError, UnsupportedError
 
 
-class _WholePasses(Position):
+class _AcceleratePosition(Position):
     """Position in a loader's data, with epochs counted as in Accelerate.
 
     If a loop over the loader ends early, the next loop belongs to the same epoch.
@@ -42,7 +42,7 @@ class _WholePasses(Position):
         return self.epoch if self.was_left_early and self._requested_next_epoch is None else super().next_epoch
 
 
-class _AcceleratesLoader(PreparedLoader):
+class _AccelerateLoader(PreparedLoader):
     """Prepared loader with the attributes of Accelerate's loaders.
 
     A `DataLoaderShard` that a script constructs directly does not split its data among ranks. A `DataLoaderDispatcher`
@@ -76,32 +76,33 @@ class _AcceleratesLoader(PreparedLoader):
         **kwargs: Any,
     ) -> None:
         # Only the dispatching loader has this argument. torch's DataLoader would refuse it.
-        splits = bool(self._dispatches and kwargs.pop("split_batches", False))
-        made = prepare_data_loader(
+        split_batches = bool(self._dispatches and kwargs.pop("split_batches", False))
+        loader = prepare_data_loader(
             DataLoader(dataset, **kwargs),
             device,
             None if self._dispatches else 1,
             None if self._dispatches else 0,
-            split_batches=splits,
+            split_batches=split_batches,
             put_on_device=device is not None,
             rng_types=(),
             dispatch_batches=self._dispatches,
             use_stateful_dataloader=use_stateful_dataloader,
         )
-        vars(self).update(vars(made), _num_skipped=skip_batches, rng_types=rng_types or [])
+        # `prepare_data_loader` has created the loader with all its components. Take them over instead of wrapping it.
+        vars(self).update(vars(loader), _num_skipped=skip_batches, rng_types=rng_types or [])
 
     @classmethod
-    def of(cls, config: DataLoaderConfiguration, **parts: Any) -> "_AcceleratesLoader":
+    def from_parts(cls, config: DataLoaderConfiguration, **parts: Any) -> "_AccelerateLoader":
         """Create a loader from the components that `prepare` has built for it.
 
         Args:
             config: Loader configuration of the run.
             parts: Keyword arguments of `PreparedLoader`.
         """
-        made = object.__new__(cls)
-        PreparedLoader.__init__(made, **parts)
-        made._config, made.pass_position = config, _WholePasses()
-        return made
+        loader = object.__new__(cls)
+        PreparedLoader.__init__(loader, **parts)
+        loader._config, loader.pass_position = config, _AcceleratePosition()
+        return loader
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute on this wrapper only. As in Accelerate, it does not affect how the loader reads its data."""
@@ -138,7 +139,7 @@ class _AcceleratesLoader(PreparedLoader):
 
         0 if the last global batch is complete. -1 if the number is not known yet, or if incomplete batches are dropped.
         """
-        return -1 if self.has_no_batch_yet or self.drop_last else remainder(self)
+        return -1 if self.has_no_batch_yet or self.drop_last else count_remainder(self)
 
     @property
     def iteration(self) -> int:
@@ -165,11 +166,11 @@ class _AcceleratesLoader(PreparedLoader):
         return choose_loader_class(self._user_loader, self._config) is not DataLoader
 
 
-class DataLoaderShard(_AcceleratesLoader):
+class DataLoaderShard(_AccelerateLoader):
     """Prepared loader in which each rank reads its own shard of the data."""
 
 
-class DataLoaderDispatcher(_AcceleratesLoader):
+class DataLoaderDispatcher(_AccelerateLoader):
     """Prepared loader whose data the main process reads for all ranks."""
 
     _dispatches = True
@@ -216,11 +217,11 @@ class ShardRules(LoadingRules):
             config: Loader configuration of the run.
             parts: Keyword arguments of `PreparedLoader`.
         """
-        is_stream = isinstance(parts["user_loader"].dataset, IterableDataset)
-        is_placed = parts["device"] is not None
-        dispatches = isinstance(parts["feed"], DispatchFeed) or self.should_dispatch(config, is_stream, is_placed)
-        kind: type[_AcceleratesLoader] = DataLoaderDispatcher if dispatches else DataLoaderShard
-        return kind.of(config, **parts)
+        is_iterable = isinstance(parts["user_loader"].dataset, IterableDataset)
+        moves_batches = parts["device"] is not None
+        dispatches = isinstance(parts["feed"], DispatchFeed) or self.should_dispatch(config, is_iterable, moves_batches)
+        loader_class: type[_AccelerateLoader] = DataLoaderDispatcher if dispatches else DataLoaderShard
+        return loader_class.from_parts(config, **parts)
 
 
 def prepare_data_loader(
@@ -292,6 +293,17 @@ def _prepare_for_shard(
     device: torch.device | None,
     rng_types: Any = None,
 ) -> PreparedLoader:
+    """Return a prepared loader that reads one shard. Unpickling a prepared loader calls this function, too.
+
+    Only the shard of this rank in the current run takes part in collectives.
+
+    Args:
+        dataloader: Loader to prepare.
+        config: Loader configuration.
+        shard: Shard to read.
+        device: Device of the batches. None: batches are not moved.
+        rng_types: Names of random number generators to synchronize. None: only the generators of samplers.
+    """
     state = PartialState()
     is_run = shard == ShardIndex(state.process_index, state.num_processes)
     windows = None if AcceleratorFacts.latest is None else AcceleratorFacts.latest.accumulation
@@ -342,7 +354,7 @@ class SeededShuffle:
         length = len(sampler.data_source)
         if not sampler.replacement and sampler.num_samples == length:
             return draw_permutation(length, seed)  # type: ignore[return-value]
-        return iter(_with_generator(sampler, torch.Generator().manual_seed(seed)))
+        return iter(_copy_random_sampler(sampler, torch.Generator().manual_seed(seed)))
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -381,9 +393,9 @@ class AccelerateRules(ShardRules):
         """
         if type(sampler) is RandomSampler:
             if draws.config.use_seedable_sampler:
-                return SeededShuffle(sampler, _first_seed(draws))
+                return SeededShuffle(sampler, _share_seed(draws))
             if draws.broadcast is not None and sampler.generator is None:
-                sampler = _with_generator(sampler, torch.Generator().manual_seed(_draw_seed()))
+                sampler = _copy_random_sampler(sampler, torch.Generator().manual_seed(_draw_seed()))
         elif (
             draws.broadcast is not None
             and not draws.config.use_seedable_sampler
@@ -406,16 +418,19 @@ class AccelerateRules(ShardRules):
         return False
 
 
-def _first_seed(draws: RandomSource) -> int:
+def _share_seed(draws: RandomSource) -> int:
+    """Return rank 0's seed for the sample order: `data_seed`, else torch's initial seed."""
     seed = torch.initial_seed() if draws.config.data_seed is None else draws.config.data_seed
     return seed if draws.broadcast is None else int(draws.broadcast(seed))
 
 
-def _with_generator(sampler: RandomSampler, generator: torch.Generator) -> RandomSampler:
+def _copy_random_sampler(sampler: RandomSampler, generator: torch.Generator) -> RandomSampler:
+    """Return a new sampler with the arguments of `sampler`, except for the generator."""
     # `_num_samples` is None if the sampler follows the length of its data.
     num_samples = sampler._num_samples
     return RandomSampler(sampler.data_source, sampler.replacement, num_samples, generator=generator)
 
 
 def _draw_seed() -> int:
+    """Draw a random seed from torch's global generator, as RandomSampler does for each epoch."""
     return int(torch.empty((), dtype=torch.int64).random_().item())

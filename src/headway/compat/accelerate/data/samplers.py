@@ -95,71 +95,74 @@ class BatchSamplerShard(BatchSampler):
         return self._iterate_parts() if self.split_batches else self._iterate_batches()
 
     def _iterate_parts(self) -> Iterator[list[Any]]:
+        """Yield this process's contiguous part of each batch. With `even_batches`, fill the last one from the first batch."""
         size = self.batch_size // self.num_processes
         part = slice(size * self.process_index, size * (self.process_index + 1))
-        first: list[Any] | None = None
+        first_batch: list[Any] | None = None
         batch: list[Any] = []
         for batch in self.batch_sampler:
-            first = list(batch) if first is None else first
+            first_batch = list(batch) if first_batch is None else first_batch
             if len(batch) == self.batch_size:
                 yield batch[part]
-        if self.drop_last or not first or len(batch) >= self.batch_size:
+        if self.drop_last or not first_batch or len(batch) >= self.batch_size:
             return
-        filled = [*batch, *islice(cycle(first), self.batch_size)] if self.even_batches else batch
-        if filled[part]:
-            yield filled[part]
+        last_batch = [*batch, *islice(cycle(first_batch), self.batch_size)] if self.even_batches else batch
+        if last_batch[part]:
+            yield last_batch[part]
 
     def _is_full(self, batch: list[Any]) -> bool:
         return self.batch_size is None or len(batch) == self.batch_size
 
     def _iterate_batches(self) -> Iterator[list[Any]]:
-        first: list[list[Any]] = []
-        own: list[Any] | None = None  # this process's batch in the current round of one batch per process
-        last: list[Any] = []
+        """Yield every n-th batch for n processes. With `even_batches`, all processes get the same number of full batches."""
+        first_batches: list[list[Any]] = []
+        own_batch: list[Any] | None = None  # this process's batch in the current round of one batch per process
+        batch: list[Any] = []
         count = 0
-        for last in self.batch_sampler:
+        for batch in self.batch_sampler:
             if count < self.num_processes:
-                first.append(list(last))
-            place = count % self.num_processes
+                first_batches.append(list(batch))
+            position = count % self.num_processes
             count += 1
-            if place == self.process_index:
-                own = last
-            if place == self.num_processes - 1 and self._is_full(last):
-                assert own is not None
-                yield own
-                own = None
-        if self.drop_last or not first:
+            if position == self.process_index:
+                own_batch = batch
+            # Hold the own batch back until the round is complete, because the last round may have to be filled.
+            if position == self.num_processes - 1 and self._is_full(batch):
+                assert own_batch is not None
+                yield own_batch
+                own_batch = None
+        if self.drop_last or not first_batches:
             return
         if not self.even_batches:
-            if own:
-                yield own
+            if own_batch:
+                yield own_batch
             return
-        if own and self._is_full(own):
-            yield own
-        yield from self._fill_last(first, last, count)
+        if own_batch and self._is_full(own_batch):
+            yield own_batch
+        yield from self._fill_last(first_batches, batch, count)
 
-    def _fill_last(self, first: list[list[Any]], last: list[Any], count: int) -> Iterator[list[Any]]:
+    def _fill_last(self, first_batches: list[list[Any]], last_batch: list[Any], count: int) -> Iterator[list[Any]]:
         """Yield this process's batches of the last global batch, filled with samples from the beginning.
 
         Args:
-            first: First batches of the epoch, one per process.
-            last: Last batch of the epoch. It can be incomplete.
+            first_batches: First batches of the epoch, one per process.
+            last_batch: Last batch of the epoch. It can be incomplete.
             count: Number of batches in the epoch.
         """
         if self.batch_size is None:
-            batches = iter(first * self.num_processes)
-            for place in range(count, math.ceil(count / self.num_processes) * self.num_processes):
+            batches = iter(first_batches * self.num_processes)
+            for position in range(count, math.ceil(count / self.num_processes) * self.num_processes):
                 batch = next(batches)
-                if place % self.num_processes == self.process_index:
+                if position % self.num_processes == self.process_index:
                     yield batch
             return
-        begun = 0 if self._is_full(last) else 1  # fill the short batch first
-        rows = cycle(row for batch in first for row in batch)
-        short = list(last) if begun else []
-        for place in range(count - begun, math.ceil(count / self.num_processes) * self.num_processes):
-            batch = [*short, *islice(rows, self.batch_size - len(short))]
-            short = []
-            if place % self.num_processes == self.process_index:
+        num_incomplete = 0 if self._is_full(last_batch) else 1  # fill the short batch first
+        fill_samples = cycle(row for batch in first_batches for row in batch)
+        incomplete = list(last_batch) if num_incomplete else []
+        for position in range(count - num_incomplete, math.ceil(count / self.num_processes) * self.num_processes):
+            batch = [*incomplete, *islice(fill_samples, self.batch_size - len(incomplete))]
+            incomplete = []
+            if position % self.num_processes == self.process_index:
                 yield batch
 
 
@@ -217,17 +220,17 @@ class IterableDatasetShard(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
             generator.manual_seed(self.epoch)
-        own = self.batch_size // self.num_processes if self.split_batches else self.batch_size
-        size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
-        share = slice(self.process_index * own, (self.process_index + 1) * own)
+        samples_per_process = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        samples_per_block = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        share = slice(self.process_index * samples_per_process, (self.process_index + 1) * samples_per_process)
         samples = iter(self.dataset)
-        first: list[Any] | None = None
-        while block := list(islice(samples, size)):
-            first = first or list(block)
-            if len(block) < size:
+        first_block: list[Any] | None = None
+        while block := list(islice(samples, samples_per_block)):
+            first_block = first_block or list(block)
+            if len(block) < samples_per_block:
                 if self.drop_last:
                     return
-                block += islice(cycle(first), size - len(block))
+                block += islice(cycle(first_block), samples_per_block - len(block))
             yield from block[share]
 
 
@@ -307,5 +310,5 @@ class SkipDataLoader(DataLoader[Any]):
 
 def get_sampler(dataloader: Any) -> Any:
     """Return the sampler that a loader's batch sampler uses, or None if the batch sampler has none."""
-    holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
-    return getattr(holder, "sampler", None)
+    batch_sampler = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
+    return getattr(batch_sampler, "sampler", None)

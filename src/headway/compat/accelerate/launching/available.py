@@ -83,7 +83,7 @@ _PACKAGES = """
     amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow msamp pandas peft pynvml pytest rich
     sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio transformer_engine transformers triton wandb
 """
-_PACKAGE_OF = {"lomo": "lomo_optim", "megatron_lm": "megatron", **{name: name for name in _PACKAGES.split()}}
+_PACKAGE_BY_NAME = {"lomo": "lomo_optim", "megatron_lm": "megatron", **{name: name for name in _PACKAGES.split()}}
 
 
 def _make_probe(name: str, package: str) -> Callable[[], bool]:
@@ -91,12 +91,13 @@ def _make_probe(name: str, package: str) -> Callable[[], bool]:
         return _has_package(package)
 
     is_available.__name__ = is_available.__qualname__ = name
-    is_available.__doc__ = f"Return whether {package} is installed."
+    is_available.__doc__ = f"Whether {package} is installed."
     return is_available
 
 
+# These functions of Accelerate differ only in the package that must be installed.
 globals().update(
-    {f"is_{name}_available": _make_probe(f"is_{name}_available", package) for name, package in _PACKAGE_OF.items()}
+    {f"is_{name}_available": _make_probe(f"is_{name}_available", package) for name, package in _PACKAGE_BY_NAME.items()}
 )
 
 
@@ -324,7 +325,7 @@ def is_xccl_available() -> bool:
     return bool(torch.distributed.distributed_c10d.is_xccl_available())
 
 
-def _ask_driver(field: str) -> list[str]:
+def _query_nvidia_smi(field: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
@@ -340,7 +341,7 @@ def get_gpu_info() -> tuple[list[str], int]:
     Raises:
         ConfigError: If nvidia-smi is missing or fails.
     """
-    names = [name.strip() for name in _ask_driver("name")]
+    names = [name.strip() for name in _query_nvidia_smi("name")]
     return names, len(names)
 
 
@@ -350,7 +351,7 @@ def get_driver_version() -> str:
     Raises:
         ConfigError: If nvidia-smi is missing or fails.
     """
-    return _ask_driver("driver_version")[0].strip()
+    return _query_nvidia_smi("driver_version")[0].strip()
 
 
 def check_cuda_p2p_ib_support() -> bool:
@@ -372,7 +373,7 @@ def check_cuda_p2p_ib_support() -> bool:
 def check_cuda_fp8_capability() -> bool:
     """Whether the first NVIDIA GPU supports float8 (compute capability 8.9 or later). False if nvidia-smi fails."""
     try:
-        major, minor = _ask_driver("compute_cap")[0].split(".")
+        major, minor = _query_nvidia_smi("compute_cap")[0].split(".")
     except ConfigError:
         return False
     return (int(major), int(minor)) >= (8, 9)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from headway.common import atomic, env
-from headway.compat.accelerate.launching.config_file import translate
+from headway.compat.accelerate.launching.config_file import translate_config
 from headway.core.config import files
 from headway.errors import ConfigError
 
@@ -53,14 +53,14 @@ class ClusterConfig(LoadedConfig):
     Keys that are not given have Accelerate's defaults, if it has any. Members of enumerations become their values.
 
     Args:
-        first: Values of compute_environment, distributed_type, mixed_precision, use_cpu and debug, in this order.
+        leading_values: Values of compute_environment, distributed_type, mixed_precision, use_cpu and debug, in this order.
         values: Values of other keys, as keyword arguments.
     """
 
-    def __init__(self, *first: Any, **values: Any) -> None:
-        names = ("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug")
-        given = {**_DEFAULTS, **dict(zip(names, first)), **values}
-        super().__init__({name: getattr(value, "value", value) for name, value in given.items()})
+    def __init__(self, *leading_values: Any, **values: Any) -> None:
+        leading_keys = ("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug")
+        config = {**_DEFAULTS, **dict(zip(leading_keys, leading_values)), **values}
+        super().__init__({name: getattr(value, "value", value) for name, value in config.items()})
 
 
 _DEFAULTS = {
@@ -68,8 +68,13 @@ _DEFAULTS = {
     "main_training_function": "main", "enable_cpu_affinity": False, "downcast_bf16": False, "tpu_use_cluster": False,
     "tpu_use_sudo": False,
 }  # fmt: skip
-_LEFT_OUT = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
-_RESHARDS = {
+_FSDP1_ONLY_KEYS = (
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+    "fsdp_sync_module_states",
+    "fsdp_use_orig_params",
+)
+_RESHARD_BY_STRATEGY = {
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
     "HYBRID_SHARD": True,
@@ -86,13 +91,13 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """
     section = config.get("fsdp_config") or {}
     if section and section.get("fsdp_version", 1) != 2:
-        kept = {}
+        converted = {}
         for name, value in section.items():
             if name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-                kept["fsdp_reshard_after_forward"] = _RESHARDS.get(value, value)
-            elif name not in _LEFT_OUT:
-                kept[name] = value
-        config["fsdp_config"] = {**kept, "fsdp_version": 2}
+                converted["fsdp_reshard_after_forward"] = _RESHARD_BY_STRATEGY.get(value, value)
+            elif name not in _FSDP1_ONLY_KEYS:
+                converted[name] = value
+        config["fsdp_config"] = {**converted, "fsdp_version": 2}
     return config
 
 
@@ -125,8 +130,8 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     output = Path(args.output_file or args.config_file)
     if not args.overwrite and (args.output_file is None or output.exists()):
         raise ConfigError(f"{output} would be written over; name another --output_file, or add --overwrite")
-    found = files.load_mapping(files.read_config(Path(args.config_file)), args.config_file)
-    atomic.write_text(output, yaml.safe_dump(convert_config_to_fsdp2(found)))
+    config = files.load_mapping(files.read_config(Path(args.config_file)), args.config_file)
+    atomic.write_text(output, yaml.safe_dump(convert_config_to_fsdp2(config)))
 
 
 def load_config_from_file(config_file: str | None) -> LoadedConfig:
@@ -174,15 +179,15 @@ def launch_command(args: argparse.Namespace) -> None:
         sys.exit(code)
 
 
-def _run(command: str, line: Sequence[str]) -> int:
-    return subprocess.call([sys.executable, "-m", "headway", *_COMMANDS[command], *line])
+def _run(command: str, arguments: Sequence[str]) -> int:
+    return subprocess.call([sys.executable, "-m", "headway", *_COMMANDS[command], *arguments])
 
 
-def translate_config_file(named: str, folder: Path) -> tuple[str, dict[str, str]]:
+def translate_config_file(config_file: str, folder: Path) -> tuple[str, dict[str, str]]:
     """Translate a config file of Accelerate, and return the path of the translation.
 
     Args:
-        named: Path of the config file, which can also be one of Headway. That file is not translated.
+        config_file: Path of the config file, which can also be one of Headway. That file is not translated.
         folder: Directory for the translated file.
 
     Returns:
@@ -191,28 +196,28 @@ def translate_config_file(named: str, folder: Path) -> tuple[str, dict[str, str]
     Raises:
         ConfigError: If the file cannot be read, or has a key that neither Accelerate nor Headway knows.
     """
-    values = files.load_mapping(files.read_config(Path(named)), named)
+    values = files.load_mapping(files.read_config(Path(config_file)), config_file)
     if values.keys() <= set(files.KEYS):
-        return named, {}
+        return config_file, {}
     if values.get("distributed_type") == "NO":
         values["num_processes"] = 1  # with this type, Accelerate starts one process whatever the number is
-    made = translate(values, named)
-    for key, text in made.lines:
+    translation = translate_config(values, config_file)
+    for key, text in translation.lines:
         if text.startswith("NOT KEPT"):
-            print(f"headway: {named}: {key}: {text}", file=sys.stderr)
-    path = folder / f"{Path(named).stem}_translated.yaml"
-    files.write_config(made.config, path, original=named)
+            print(f"headway: {config_file}: {key}: {text}", file=sys.stderr)
+    translated_path = folder / f"{Path(config_file).stem}_translated.yaml"
+    files.write_config(translation.config, translated_path, original=config_file)
     # transformers' Trainer writes full weights at the end only if this variable requests them.
-    kind = (values.get("fsdp_config") or {}).get("fsdp_state_dict_type")
-    return str(path), {"FSDP_STATE_DICT_TYPE": str(kind)} if kind else {}
+    state_dict_type = (values.get("fsdp_config") or {}).get("fsdp_state_dict_type")
+    return str(translated_path), {"FSDP_STATE_DICT_TYPE": str(state_dict_type)} if state_dict_type else {}
 
 
 def main() -> int:
     """Run Headway's counterpart of `accelerate COMMAND`, and return the exit code."""
-    command, *line = sys.argv[1:] or ["--help"]
+    command, *arguments = sys.argv[1:] or ["--help"]
     if command == "to-fsdp2":
         try:
-            to_fsdp2_command(to_fsdp2_command_parser().parse_args(line))
+            to_fsdp2_command(to_fsdp2_command_parser().parse_args(arguments))
         except ConfigError as error:
             print(f"headway: error: {error}", file=sys.stderr)
             return 2
@@ -221,7 +226,7 @@ def main() -> int:
         commands = ", ".join([*_COMMANDS, "to-fsdp2"])
         print(f"accelerate (served by Headway): no command {command!r}; the commands are {commands}", file=sys.stderr)
         return 2
-    return _run(command, line)
+    return _run(command, arguments)
 
 
 def launch_main() -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.compat.accelerate.launching.layout_words import LAYOUT_SECTIONS, explain_key
+from headway.compat.accelerate.launching.layout_words import LAYOUT_SECTIONS, explain_layout_key
 from headway.core.config.launch import SETTINGS, LaunchConfig
 from headway.core.config.load import SettingValue, merge_layers
 from headway.core.config.parallelism import LayoutRequest
@@ -23,7 +23,7 @@ _TPU = "TPUs need torch_xla, which Headway does not drive"
 _SAGEMAKER = "Headway does not talk to SageMaker; run `headway launch` inside the job's container"
 _MPI = "start the launcher through MPI itself: mpirun -n MACHINES headway launch SCRIPT"
 
-_BY_ANSWER = {
+_NAMES_BY_ADVICE = {
     _SHARDING: "fsdp hsdp",
     _DEEPSPEED: "deepspeed deepspeed_config",
     _MESH: "tp tp_size tensor_parallel_size dp_shard_size dp_replicate_size cp_size pp_size sp_size",
@@ -47,9 +47,9 @@ _BY_ANSWER = {
     "use --main_process_port": "master_port",
     "use --main_process_ip and --main_process_port": "rdzv_endpoint",
 }
-_ONE = {name: answer for answer, names in _BY_ANSWER.items() for name in names.split()}
-_FAMILIES = {"megatron_lm_": _MEGATRON, "fp8_": _FP8, "sagemaker_": _SAGEMAKER, "tpu_": _TPU}
-_OF_FILES = ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file")
+_ADVICE_BY_NAME = {name: answer for answer, names in _NAMES_BY_ADVICE.items() for name in names.split()}
+_ADVICE_BY_PREFIX = {"megatron_lm_": _MEGATRON, "fp8_": _FP8, "sagemaker_": _SAGEMAKER, "tpu_": _TPU}
+_FILE_ONLY_KEYS = ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file")
 
 
 def find_alternative(name: str) -> str | None:
@@ -60,10 +60,10 @@ def find_alternative(name: str) -> str | None:
     Args:
         name: Name of the flag or key.
     """
-    plain = name.lstrip("-").replace("-", "_")
-    if plain in _ONE:
-        return _ONE[plain]
-    return next((text for prefix, text in _FAMILIES.items() if plain.startswith(prefix)), None)
+    plain_name = name.lstrip("-").replace("-", "_")
+    if plain_name in _ADVICE_BY_NAME:
+        return _ADVICE_BY_NAME[plain_name]
+    return next((text for prefix, text in _ADVICE_BY_PREFIX.items() if plain_name.startswith(prefix)), None)
 
 
 def explain_file_key(key: str) -> str:
@@ -71,43 +71,43 @@ def explain_file_key(key: str) -> str:
 
     Return "" for any other key.
     """
-    if key.endswith("_config") or key in _OF_FILES or find_alternative(key):
+    if key.endswith("_config") or key in _FILE_ONLY_KEYS or find_alternative(key):
         return "; this looks like a file of Accelerate's: `headway config import FILE` translates it"
-    said = explain_key(key)
-    return "" if said is None else f": {said}"
+    hint = explain_layout_key(key)
+    return "" if hint is None else f": {hint}"
 
 
-def refuse(flag: str) -> None:
+def refuse_foreign_flag(flag: str) -> None:
     """Raise an error if only other launchers have a flag. Otherwise do nothing.
 
     Raises:
         ConfigError: If another launcher has the flag and Headway does not. The message names an alternative.
     """
-    text = find_alternative(flag)
-    if text is not None:
-        raise ConfigError(f"{flag} is not a flag of `headway launch`: {text}")
+    alternative = find_alternative(flag)
+    if alternative is not None:
+        raise ConfigError(f"{flag} is not a flag of `headway launch`: {alternative}")
 
 
-_RENAMED = {"use_cpu": "cpu"}
-_SAME = tuple(
+_RENAMED_KEYS = {"use_cpu": "cpu"}
+_UNCHANGED_KEYS = tuple(
     """
     num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids mixed_precision rdzv_backend
     enable_cpu_affinity debug gradient_accumulation_steps
     """.split()  # noqa: SIM905
 )
-_COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
+_DYNAMO_SETTINGS = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
 # Sections in which most keys have no counterpart in Headway.
-_SECTIONS = tuple("megatron_lm_config fp8_config dynamo_config mpirun_config ipex_config".split())  # noqa: SIM905
+_UNSUPPORTED_SECTIONS = tuple("megatron_lm_config fp8_config dynamo_config mpirun_config ipex_config".split())  # noqa: SIM905
 _RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
 """Current names of config file keys, by the names in files of older Accelerate versions."""
-_TYPES = {"NO": "one process, or as many as num_processes says", "MULTI_CPU": "processes on the CPU"}
+_NEEDLESS_TYPES = {"NO": "one process, or as many as num_processes says", "MULTI_CPU": "processes on the CPU"}
 _PER_DEVICE = "a launch starts one process per accelerator by default"
 """Reason why the distributed types MULTI_GPU, MULTI_XPU, MULTI_NPU and similar ones need no setting."""
 
-TOGETHER = "together"
+COMBINED_KEY = "together"
 """Key in the report for the layout that results from several keys of the file."""
 
-_NOTHING: tuple[object, ...] = (None, False, "", "no", {}, [])
+_EMPTY_VALUES: tuple[object, ...] = (None, False, "", "no", {}, [])
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Translation:
     @property
     def num_keys(self) -> int:
         """Number of keys in the file, including those inside sections."""
-        return len({key for key, _ in self.lines} - {TOGETHER})
+        return len({key for key, _ in self.lines} - {COMBINED_KEY})
 
     def set_from_key(self, key: str, name: str, value: Any, origin: str) -> None:
         """Set one of Headway's settings from the value of a key, and add a line about the key to the report `lines`.
@@ -148,9 +148,9 @@ class Translation:
         Raises:
             ConfigError: If the setting does not accept the value.
         """
-        decided = check_file_value(SETTINGS[name], value, origin)
-        self.layer[name] = SettingValue(decided, origin)
-        self.lines.append((key, f"{name}: {decided!r}"))
+        checked_value = check_file_value(SETTINGS[name], value, origin)
+        self.layer[name] = SettingValue(checked_value, origin)
+        self.lines.append((key, f"{name}: {checked_value!r}"))
 
     def report_needless(self, key: str, reason: str) -> None:
         """Report that a key needs no setting, because it is empty or requests what Headway does anyway.
@@ -172,7 +172,7 @@ class Translation:
         self.num_lost += 1
 
 
-def translate(data: Mapping[str, Any], name: str) -> Translation:
+def translate_config(data: Mapping[str, Any], name: str) -> Translation:
     """Return the translation of an Accelerate config file to Headway's settings, with a report on each key.
 
     Args:
@@ -182,47 +182,58 @@ def translate(data: Mapping[str, Any], name: str) -> Translation:
     Raises:
         ConfigError: If a key is not one of Accelerate's keys, if a value is invalid, or if the file is for SageMaker.
     """
-    made = Translation()
+    translation = Translation()
     for key, value in data.items():
-        _translate_key(made, key, value, f"file: {name} key {key}")
-    decided = dict(made.layout.settings)
-    asked = made.layout.find_strategy()
-    if asked is not None:
-        decided["strategy"] = asked
-        made.lines.append((TOGETHER, f"strategy: {asked[0]!r}"))
-    for setting, (found, key) in decided.items():
+        _translate_key(translation, key, value, f"file: {name} key {key}")
+    layout_settings = dict(translation.layout.settings)
+    strategy = translation.layout.find_strategy()
+    if strategy is not None:
+        layout_settings["strategy"] = strategy
+        translation.lines.append((COMBINED_KEY, f"strategy: {strategy[0]!r}"))
+    for setting, (value, key) in layout_settings.items():
         origin = f"file: {name} key {key}"
-        made.layer[setting] = SettingValue(check_file_value(SETTINGS[setting], found, origin), origin)
-    return made
+        translation.layer[setting] = SettingValue(check_file_value(SETTINGS[setting], value, origin), origin)
+    return translation
 
 
-def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None:
+def _translate_key(translation: Translation, key: str, value: Any, origin: str) -> None:
+    """Translate one key of an Accelerate config file, and add it to the report.
+
+    Args:
+        translation: Translation to change.
+        key: Key in the file.
+        value: Value of the key. For a section, a mapping.
+        origin: Location of the key, for error messages and as the origin of settings.
+
+    Raises:
+        ConfigError: If the key is not one of Accelerate's, the value is invalid, or the file is for SageMaker.
+    """
     if key == "distributed_type":
-        _translate_type(made, str(value), origin)
+        _translate_type(translation, str(value), origin)
     elif key == "compute_environment":
         if value == "AMAZON_SAGEMAKER":
             raise ConfigError(f"{origin} is AMAZON_SAGEMAKER: {find_alternative('sagemaker_')}")
-        made.report_needless(key, "a launch runs on the machine that it is started on")
+        translation.report_needless(key, "a launch runs on the machine that it is started on")
     elif key in LAYOUT_SECTIONS:
-        _translate_layout(made, key, value, origin)
-    elif key in _SECTIONS:
-        _translate_section(made, key, value, origin)
-    elif key in _RENAMED or key in _SAME:
-        _translate_value(made, key, value, origin)
+        _translate_layout(translation, key, value, origin)
+    elif key in _UNSUPPORTED_SECTIONS:
+        _translate_section(translation, key, value, origin)
+    elif key in _RENAMED_KEYS or key in _UNCHANGED_KEYS:
+        _translate_value(translation, key, value, origin)
     elif key in ("command_file", "commands") or key.startswith("tpu_"):
-        _translate_unknown(made, key, value, str(find_alternative("tpu")))
+        _translate_unknown(translation, key, value, str(find_alternative("tpu")))
     elif (text := find_alternative(key)) is not None:
-        _translate_unknown(made, key, value, text)
+        _translate_unknown(translation, key, value, text)
     else:
-        hint = suggest_word(key, [*_SAME, *_RENAMED, *_SECTIONS, *LAYOUT_SECTIONS])
+        hint = suggest_word(key, [*_UNCHANGED_KEYS, *_RENAMED_KEYS, *_UNSUPPORTED_SECTIONS, *LAYOUT_SECTIONS])
         raise ConfigError(f"{key} ({origin}) is not a key of Accelerate's config files{hint or '; take it out'}")
 
 
-def _read_section(made: Translation, section: str, value: Any, origin: str) -> Mapping[str, Any]:
+def _read_section(translation: Translation, section: str, value: Any, origin: str) -> Mapping[str, Any]:
     """Return the keys and values of a section in Accelerate's config file. Report an empty section and return {}.
 
     Args:
-        made: Translation whose report gets a line about an empty section.
+        translation: Translation whose report gets a line about an empty section.
         section: Name of the section.
         value: Value of the section.
         origin: Location of the section, for error messages.
@@ -230,72 +241,86 @@ def _read_section(made: Translation, section: str, value: Any, origin: str) -> M
     Raises:
         ConfigError: If the value is not a mapping.
     """
-    if value in _NOTHING:
-        made.report_needless(section, "empty")
+    if value in _EMPTY_VALUES:
+        translation.report_needless(section, "empty")
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
     return value
 
 
-def _translate_layout(made: Translation, section: str, value: Any, origin: str) -> None:
+def _translate_layout(translation: Translation, section: str, value: Any, origin: str) -> None:
     """Translate a section of Accelerate's config file that describes the layout, such as `fsdp_config`.
 
     The section's keys are added to the requested layout and to the report. The layout itself is determined after the
     entire file has been read.
 
     Args:
-        made: Translation to change.
+        translation: Translation to change.
         section: Name of the section.
         value: Value of the section.
         origin: Location of the section. Error messages contain it, and it is stored as the origin of settings.
     """
-    layout = made.layout
-    prefix, known, read = LAYOUT_SECTIONS[section]
-    for inner, entry in _read_section(made, section, value, origin).items():
+    layout, keys = translation.layout, LAYOUT_SECTIONS[section]
+    for inner, entry in _read_section(translation, section, value, origin).items():
         path = f"{section}.{inner}"
-        name = str(inner).removeprefix(prefix)
+        name = str(inner).removeprefix(keys.prefix)
         name = _RENAMED_OPTIONS.get(name, name)
         if inner == "gradient_accumulation_steps" and entry not in ("auto", None):
-            made.set_from_key(path, inner, entry, f"{origin}.{inner}")
-        elif entry in ("auto", None) or (entry in _NOTHING and isinstance(entry, (str, list, dict))):
-            made.report_needless(path, "undecided")
-        elif name not in known:
-            made.report_lost(path, "Accelerate's files have no such key")
+            translation.set_from_key(path, inner, entry, f"{origin}.{inner}")
+        elif entry in ("auto", None) or (entry in _EMPTY_VALUES and isinstance(entry, (str, list, dict))):
+            translation.report_needless(path, "undecided")
+        elif name not in keys.known_keys:
+            translation.report_lost(path, "Accelerate's files have no such key")
         else:
-            first = len(layout.lines)
-            read(layout, name, entry, path)
-            made.lines += layout.lines[first:]
+            num_reported = len(layout.lines)
+            keys.read_key(layout, name, entry, path)
+            translation.lines += layout.lines[num_reported:]
             if path in layout.refused:
-                made.report_lost(path, layout.refused[path])
+                translation.report_lost(path, layout.refused[path])
 
 
-def _translate_type(made: Translation, kind: str, origin: str) -> None:
+def _translate_type(translation: Translation, kind: str, origin: str) -> None:
+    """Translate the key `distributed_type`: request a layout, or report that it needs no setting or has none.
+
+    Args:
+        translation: Translation to change.
+        kind: Value of the key, such as "MULTI_GPU".
+        origin: Location of the key, for error messages and as the origin of settings.
+    """
     if kind in ("FSDP", "DEEPSPEED"):
-        is_fsdp = kind == "FSDP"
-        (made.layout.use_shards if is_fsdp else made.layout.use_deepspeed)("distributed_type")
-        told = "the model is sharded" if is_fsdp else "its engine runs the model"
-        made.lines.append(("distributed_type", f"{kind}: {told}"))
-        return
-    said = _TYPES.get(kind, _PER_DEVICE if kind.startswith("MULTI_") else None)
-    if said is None:
-        text = find_alternative(f"use_{kind.lower()}") or find_alternative(kind.lower()) or find_alternative("tpu")
-        made.report_lost("distributed_type", f"{kind}: {text}")
-        return
-    made.report_needless("distributed_type", f"{kind}: {said}")
-    if kind == "MULTI_CPU":
-        made.set_from_key("distributed_type", "cpu", True, origin)
-
-
-def _translate_section(made: Translation, key: str, value: Any, origin: str) -> None:
-    for inner, entry in _read_section(made, key, value, origin).items():
-        path = f"{key}.{inner}"
-        if inner in _COMPILER and entry is not None:
-            made.set_from_key(path, inner, entry.lower() if isinstance(entry, str) else entry, f"{origin}.{inner}")
-        elif entry in _NOTHING:
-            made.report_needless(path, "off")
+        if kind == "FSDP":
+            translation.layout.use_shards("distributed_type")
+            consequence = "the model is sharded"
         else:
-            made.report_lost(
+            translation.layout.use_deepspeed("distributed_type")
+            consequence = "its engine runs the model"
+        translation.lines.append(("distributed_type", f"{kind}: {consequence}"))
+        return
+    reason = _NEEDLESS_TYPES.get(kind, _PER_DEVICE if kind.startswith("MULTI_") else None)
+    if reason is None:
+        alternative = (
+            find_alternative(f"use_{kind.lower()}") or find_alternative(kind.lower()) or find_alternative("tpu")
+        )
+        translation.report_lost("distributed_type", f"{kind}: {alternative}")
+        return
+    translation.report_needless("distributed_type", f"{kind}: {reason}")
+    if kind == "MULTI_CPU":
+        translation.set_from_key("distributed_type", "cpu", True, origin)
+
+
+def _translate_section(translation: Translation, key: str, value: Any, origin: str) -> None:
+    """Translate a section such as `dynamo_config`. Only keys that are settings of Headway are kept."""
+    for inner, entry in _read_section(translation, key, value, origin).items():
+        path = f"{key}.{inner}"
+        if inner in _DYNAMO_SETTINGS and entry is not None:
+            translation.set_from_key(
+                path, inner, entry.lower() if isinstance(entry, str) else entry, f"{origin}.{inner}"
+            )
+        elif entry in _EMPTY_VALUES:
+            translation.report_needless(path, "off")
+        else:
+            translation.report_lost(
                 path,
                 find_alternative(str(inner))
                 or find_alternative(f"{key.removesuffix('_config')}_")
@@ -303,17 +328,19 @@ def _translate_section(made: Translation, key: str, value: Any, origin: str) -> 
             )
 
 
-def _translate_value(made: Translation, key: str, value: Any, origin: str) -> None:
-    name = _RENAMED.get(key, key)
+def _translate_value(translation: Translation, key: str, value: Any, origin: str) -> None:
+    """Set the setting that has the key's name or replaces it, unless Accelerate's file leaves the value open."""
+    name = _RENAMED_KEYS.get(key, key)
     if value is None or (key == "num_processes" and value == -1):
-        made.report_needless(key, "undecided")
+        translation.report_needless(key, "undecided")
     else:
-        made.set_from_key(key, name, value, origin)
+        translation.set_from_key(key, name, value, origin)
 
 
-def _translate_unknown(made: Translation, key: str, value: Any, text: str) -> None:
+def _translate_unknown(translation: Translation, key: str, value: Any, reason: str) -> None:
+    """Report a key without a setting. Unless its value is empty or changes nothing, it counts as lost for this reason."""
     # Accelerate writes `main_training_function: main` into every file.
-    if value in _NOTHING or (key, value) == ("main_training_function", "main") or key == "same_network":
-        made.report_needless(key, "off" if value in _NOTHING else "it changes nothing here")
+    if value in _EMPTY_VALUES or (key, value) == ("main_training_function", "main") or key == "same_network":
+        translation.report_needless(key, "off" if value in _EMPTY_VALUES else "it changes nothing here")
     else:
-        made.report_lost(key, text)
+        translation.report_lost(key, reason)

@@ -31,8 +31,8 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ConfigError: If `value` is none of these words.
     """
-    answer = env.parse_bool(value, "value")
-    return answer if to_bool else int(answer)
+    flag = env.parse_bool(value, "value")
+    return flag if to_bool else int(flag)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
@@ -61,8 +61,8 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     Raises:
         ConfigError: If a variable that is read is set to a text that is not a whole number.
     """
-    found = (env.get_int(key) for key in env_keys)
-    return next((value for value in found if value is not None and value >= 0), default)
+    values = (env.get_int(key) for key in env_keys)
+    return next((value for value in values if value is not None and value >= 0), default)
 
 
 def patch_environment(**kwargs: object) -> AbstractContextManager[None]:
@@ -99,11 +99,11 @@ def _decorate_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _restore_after_tests(kind: type) -> None:
-    for name in dir(kind):
-        found = getattr(kind, name) if name.startswith("test") else None
-        if callable(found) and not hasattr(found, "restores_variables"):
-            setattr(kind, name, _decorate_function(found))
+def _restore_after_tests(test_class: type) -> None:
+    for name in dir(test_class):
+        method = getattr(test_class, name) if name.startswith("test") else None
+        if callable(method) and not hasattr(method, "restores_variables"):
+            setattr(test_class, name, _decorate_function(method))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Each option is translated to a setting of Headway, ignored with a reported reaso
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.common import env
 from headway.common.untrusted import parse_whole_number, shorten_repr
@@ -22,7 +22,7 @@ _AXES = {"dp_replicate_size": "replicate", "dp_shard_size": "shard", "cp_size": 
 _ALIASES = {"cpu_offload": "offload_params", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
 """Mapping from plugin field names to the names of the same options in launch flags, where the two differ."""
 
-_NEEDLESS = {
+_IGNORED = {
     "use_orig_params": "FSDP2 always keeps the model's own parameters",
     "sync_module_states": "prepare() gives all ranks the values of rank 0",
     "cpu_ram_efficient_loading": (
@@ -33,10 +33,10 @@ _NEEDLESS = {
     "state_dict_config": "checkpoints are sharded and can be loaded under any layout",
     "optim_state_dict_config": "checkpoints are sharded and can be loaded under any layout",
 }
-_CHECKED = {"state_dict_type": "state_dict_config", "backward_prefetch": "forward_prefetch"}
+_CHECKED_WITHOUT_EFFECT = {"state_dict_type": "state_dict_config", "backward_prefetch": "forward_prefetch"}
 """FSDP options that have no effect, but whose values are checked.
 
-Each is mapped to the key of `_NEEDLESS` that holds the reason why it has no effect.
+Each is mapped to the key of `_IGNORED` that holds the reason why it has no effect.
 """
 _REFUSED = {
     "ignored_modules": (
@@ -46,21 +46,21 @@ _REFUSED = {
         "a model on the meta device is initialized by its modules' reset_parameters(); give those classes one"
     ),
 }
-_NEEDLESS_OF_DEEPSPEED = {
+_IGNORED_BY_DEEPSPEED = {
     "zero3_save_16bit_model": "save_model() writes whole weights",
     **{
         f"deepspeed_{name}": "`headway launch` starts the processes, with one launcher per machine"
         for name in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
     },
 }
-_REFUSED_OF_DEEPSPEED = {
+_REFUSED_BY_DEEPSPEED = {
     "zero3_init_flag": (
         "a model is built whole on each process and partitioned in prepare(); leave it out. If the model does not fit, use "
         "--strategy fsdp, which supports models on the meta device"
     ),
     "deepspeed_moe_layer_cls_names": "mixtures of experts are partitioned like other layers; leave it out",
 }
-DEEPSPEED_KEYS = ("zero_stage", *DEEPSPEED_SETTINGS, *_NEEDLESS_OF_DEEPSPEED, *_REFUSED_OF_DEEPSPEED)
+DEEPSPEED_KEYS = ("zero_stage", *DEEPSPEED_SETTINGS, *_IGNORED_BY_DEEPSPEED, *_REFUSED_BY_DEEPSPEED)
 """Names of all DeepSpeed options that are recognized, including those that are ignored or refused."""
 
 
@@ -83,8 +83,8 @@ def read_fsdp(request: LayoutRequest, name: str, value: Any, key: str | None = N
     """
     key = key or f"fsdp_{name}"
     name = _ALIASES.get(name, name)
-    if name in _NEEDLESS:
-        request.ignore_key(key, _NEEDLESS[name])
+    if name in _IGNORED:
+        request.ignore_key(key, _IGNORED[name])
     elif name in _REFUSED:
         request.refuse_key(key, _REFUSED[name])
     elif name in _READERS:
@@ -100,7 +100,7 @@ def _read_version(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_sharding(request: LayoutRequest, value: Any, key: str) -> None:
-    word = _find_word(value, SHARDING, key, first=1)
+    word = _find_word(value, SHARDING, key, first_number=1)
     layout = "ddp" if word == "NO_SHARD" else "hsdp" if word.startswith("HYBRID") else "fsdp"
     request.use_shards(key, layout)
     request.lines.append((key, f"strategy: {layout!r}"))
@@ -109,37 +109,50 @@ def _read_sharding(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_reshard(request: LayoutRequest, value: Any, key: str) -> None:
-    truth = False if str(getattr(value, "name", value)).upper() == "NO_RESHARD" else _parse_bool(value)
-    if truth is None:
+    """Add FSDP2's `reshard_after_forward` to a layout request. FSDP1's sharding strategies are accepted, too."""
+    reshards = False if str(getattr(value, "name", value)).upper() == "NO_RESHARD" else _parse_bool(value)
+    if reshards is None:
         _read_sharding(request, value, key)
     else:
-        request.request_setting("fsdp_reshard_after_forward", truth, key)
+        request.request_setting("fsdp_reshard_after_forward", reshards, key)
 
 
 def _read_offload(request: LayoutRequest, value: Any, key: str) -> None:
-    kind = type(value).__name__  # torch's classes, which are not imported here
-    offloads = _parse_bool(getattr(value, "offload_params", value))
-    truth = {"CPUOffloadPolicy": True, "OffloadPolicy": False}.get(kind, offloads)
-    if truth is None:
+    class_name = type(value).__name__  # torch's classes, which are not imported here
+    flag = _parse_bool(getattr(value, "offload_params", value))
+    is_offloaded = {"CPUOffloadPolicy": True, "OffloadPolicy": False}.get(class_name, flag)
+    if is_offloaded is None:
         raise ConfigError(f"{key}={value!r}; give True or False")
-    request.request_setting("fsdp_offload_params", truth, key)
+    request.request_setting("fsdp_offload_params", is_offloaded, key)
 
 
 def _read_policy(request: LayoutRequest, value: Any, key: str) -> None:
+    """Add an FSDP wrapping policy to a layout request. A custom function is recorded as not supported.
+
+    Args:
+        request: Layout request to change.
+        value: Name of a policy, one of torch's policies, or a `functools.partial` of one.
+        key: Name of the option in messages.
+    """
     if not callable(value):
         word = _find_word(value, tuple(each.upper() for each in WRAP_POLICIES), key).lower()
         request.request_setting("fsdp_auto_wrap_policy", word, key)
         return
     keywords = getattr(value, "keywords", {})
+    # torch's ModuleWrapPolicy keeps its classes in a private attribute. A partial has them among its keywords.
     classes = getattr(value, "_module_classes", None) or keywords.get("transformer_layer_cls")
-    name = "transformer_auto_wrap_policy" if classes else getattr(getattr(value, "func", value), "__name__", "")
-    known = {"transformer_auto_wrap_policy": WRAP_POLICIES[0], "size_based_auto_wrap_policy": WRAP_POLICIES[1]}
-    if name not in known:
+    if classes:
+        function_name = "transformer_auto_wrap_policy"
+    else:
+        function = getattr(value, "func", value)
+        function_name = getattr(function, "__name__", "")
+    policy_names = {"transformer_auto_wrap_policy": WRAP_POLICIES[0], "size_based_auto_wrap_policy": WRAP_POLICIES[1]}
+    if function_name not in policy_names:
         request.refuse_key(
             key, "custom policies are not supported; name the blocks' classes in transformer_cls_names_to_wrap"
         )
         return
-    request.request_setting("fsdp_auto_wrap_policy", known[name], key)
+    request.request_setting("fsdp_auto_wrap_policy", policy_names[function_name], key)
     if classes:
         _read_classes(request, sorted(kind.__name__ for kind in classes), key)
     elif keywords.get("min_num_params"):
@@ -159,32 +172,42 @@ def _read_min_params(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_truth(setting: str, request: LayoutRequest, value: Any, key: str) -> None:
-    truth = _parse_bool(value)
-    if truth is None:
+    flag = _parse_bool(value)
+    if flag is None:
         raise ConfigError(f"{key}={value!r}; give true or false")
-    request.request_setting(setting, truth, key)
+    request.request_setting(setting, flag, key)
 
 
 def _read_state_dict(request: LayoutRequest, value: Any, key: str) -> None:
-    word = _find_word(value, _STATE_DICTS, key, first=1)
-    whole = "; save_model() writes whole weights" if word == "FULL_STATE_DICT" else ""
-    request.ignore_key(key, f"{_NEEDLESS['state_dict_config']}{whole}")
+    word = _find_word(value, _STATE_DICTS, key, first_number=1)
+    suffix = "; save_model() writes whole weights" if word == "FULL_STATE_DICT" else ""
+    request.ignore_key(key, f"{_IGNORED['state_dict_config']}{suffix}")
 
 
 def _read_prefetch(request: LayoutRequest, value: Any, key: str) -> None:
-    _find_word(value, _PREFETCHES, key, first=1)
-    request.ignore_key(key, _NEEDLESS["forward_prefetch"])
+    _find_word(value, _PREFETCHES, key, first_number=1)
+    request.ignore_key(key, _IGNORED["forward_prefetch"])
 
 
 def _read_precision(request: LayoutRequest, value: Any, key: str) -> None:
-    known = ("param_dtype", "reduce_dtype", "output_dtype")
+    """Add the dtypes of FSDP's mixed-precision policy to a layout request.
+
+    Args:
+        request: Layout request to change.
+        value: Dtype or its name for parameters and gradient reduction, a dict of dtypes, or one of torch's policies.
+        key: Name of the option in messages.
+
+    Raises:
+        ConfigError: If a dict has an unknown key.
+    """
+    allowed = ("param_dtype", "reduce_dtype", "output_dtype")
     if isinstance(value, str):
-        value = dict.fromkeys(known[:2], value)
+        value = dict.fromkeys(allowed[:2], value)
     elif not isinstance(value, Mapping):
-        value = {name: getattr(value, name, None) for name in (*known, "buffer_dtype")}
+        value = {name: getattr(value, name, None) for name in (*allowed, "buffer_dtype")}
     for name, dtype in value.items():
-        if name not in (*known, "buffer_dtype"):
-            raise ConfigError(f"{key} has {name!r}; allowed: {', '.join(known)}")
+        if name not in (*allowed, "buffer_dtype"):
+            raise ConfigError(f"{key} has {name!r}; allowed: {', '.join(allowed)}")
         if dtype is not None and name == "buffer_dtype":
             request.ignore_key(f"{key}.buffer_dtype", "buffers keep their own")
         elif dtype is not None:
@@ -206,7 +229,7 @@ _READERS: Mapping[str, Callable[[LayoutRequest, Any, str], None]] = {
     "backward_prefetch": _read_prefetch,
     "mixed_precision_policy": _read_precision,
 }
-FSDP_KEYS = (*_READERS, *_NEEDLESS, *_REFUSED)
+FSDP_KEYS = (*_READERS, *_IGNORED, *_REFUSED)
 """Names of all FSDP options that are recognized, without "fsdp_", including those that are ignored or refused."""
 
 
@@ -272,12 +295,12 @@ def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | Non
         ConfigError: If the option is unknown, or if the value is invalid in Accelerate, too.
     """
     key = key or name
-    if name in _NEEDLESS_OF_DEEPSPEED:
-        request.ignore_key(key, _NEEDLESS_OF_DEEPSPEED[name])
-    elif name in _REFUSED_OF_DEEPSPEED and (_parse_bool(value) is False or str(value).lower() == "none"):
+    if name in _IGNORED_BY_DEEPSPEED:
+        request.ignore_key(key, _IGNORED_BY_DEEPSPEED[name])
+    elif name in _REFUSED_BY_DEEPSPEED and (_parse_bool(value) is False or str(value).lower() == "none"):
         request.ignore_key(key, "off")
-    elif name in _REFUSED_OF_DEEPSPEED:
-        request.refuse_key(key, _REFUSED_OF_DEEPSPEED[name])
+    elif name in _REFUSED_BY_DEEPSPEED:
+        request.refuse_key(key, _REFUSED_BY_DEEPSPEED[name])
     elif str(value).lower() in ("none", "auto"):
         request.ignore_key(key, "undecided")
     elif name == "zero_stage":
@@ -301,30 +324,41 @@ def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | Non
         raise ConfigError(f"{key} is not a DeepSpeed option; remove it")
 
 
-LAYOUT_SECTIONS: Mapping[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
-    "fsdp_config": ("fsdp_", FSDP_KEYS, read_fsdp),
-    "parallelism_config": ("parallelism_config_", SIZE_KEYS, read_size),
-    "deepspeed_config": ("", DEEPSPEED_KEYS, read_deepspeed),
+class LayoutSection(NamedTuple):
+    """Section of Accelerate's config files that describes the layout.
+
+    Attributes:
+        prefix: Prefix of the section's keys. Keys without it are accepted, too.
+        known_keys: Allowed keys without the prefix.
+        read_key: Function that adds one key to a layout request.
+    """
+
+    prefix: str
+    known_keys: tuple[str, ...]
+    read_key: Callable[..., None]
+
+
+LAYOUT_SECTIONS = {
+    "fsdp_config": LayoutSection("fsdp_", FSDP_KEYS, read_fsdp),
+    "parallelism_config": LayoutSection("parallelism_config_", SIZE_KEYS, read_size),
+    "deepspeed_config": LayoutSection("", DEEPSPEED_KEYS, read_deepspeed),
 }
-"""Sections of Accelerate's config files that describe the layout.
-
-Each value is a tuple: prefix of the section's keys, known keys, and the function that reads one key.
-"""
+"""All sections of Accelerate's config files that describe the layout, by name."""
 
 
-def explain_key(key: str) -> str | None:
+def explain_layout_key(key: str) -> str | None:
     """Return a hint for an unknown key in Headway's config file if it is a layout flag of Accelerate, else None."""
     name = key.removeprefix("fsdp_")
     if key in ("use_fsdp", "fsdp_version", "fsdp_sharding_strategy"):
         return "write strategy: fsdp, or hsdp=8"
     if key in ("use_deepspeed", "zero_stage"):
         return "write strategy: zero1, zero2 or zero3"
-    if key in _NEEDLESS_OF_DEEPSPEED or key in _REFUSED_OF_DEEPSPEED:
-        return _NEEDLESS_OF_DEEPSPEED.get(key) or _REFUSED_OF_DEEPSPEED[key]
+    if key in _IGNORED_BY_DEEPSPEED or key in _REFUSED_BY_DEEPSPEED:
+        return _IGNORED_BY_DEEPSPEED.get(key) or _REFUSED_BY_DEEPSPEED[key]
     if key == "use_parallelism_config" or key.removeprefix("parallelism_config_") in SIZE_KEYS:
         return "write the sizes in the strategy: fsdp=4+tp=2"
-    if key == f"fsdp_{name}" and name in (*_NEEDLESS, *_CHECKED):
-        return f"it has no effect here: {_NEEDLESS[_CHECKED.get(name, name)]}"
+    if key == f"fsdp_{name}" and name in (*_IGNORED, *_CHECKED_WITHOUT_EFFECT):
+        return f"it has no effect here: {_IGNORED[_CHECKED_WITHOUT_EFFECT.get(name, name)]}"
     return _REFUSED.get(name) if key != name else None
 
 
@@ -338,14 +372,14 @@ def _parse_bool(value: Any) -> bool | None:
         return None
 
 
-def _find_word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -> str:
+def _find_word(value: Any, allowed: tuple[str, ...], key: str, first_number: int = 0) -> str:
     """Return the allowed word that corresponds to a value.
 
     Args:
         value: Word in upper or lower case, a member of one of torch's enumerations, or a number.
         allowed: Allowed words in upper case.
         key: Name of the option in messages.
-        first: Number of the first allowed word, from which the words are counted. 0 (the default): numbers are not
+        first_number: Number of the first allowed word, from which the words are counted. 0 (the default): numbers are not
             accepted.
 
     Raises:
@@ -353,15 +387,15 @@ def _find_word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -
     """
     word = str(getattr(value, "name", value)).strip().upper()
     number = parse_whole_number(word)
-    if number is not None and first and first <= number < first + len(allowed):
-        return allowed[number - first]
+    if number is not None and first_number and first_number <= number < first_number + len(allowed):
+        return allowed[number - first_number]
     if word not in allowed:
         raise ConfigError(f"{key}={shorten_repr(str(value))}; allowed: {', '.join(allowed)}")
     return word
 
 
-def _parse_number(value: Any, key: str, least: int) -> int:
+def _parse_number(value: Any, key: str, minimum: int) -> int:
     number = parse_whole_number(str(value).strip())
-    if number is None or number < least:
-        raise ConfigError(f"{key}={shorten_repr(value)}; give a whole number, {least} or more")
+    if number is None or number < minimum:
+        raise ConfigError(f"{key}={shorten_repr(value)}; give a whole number, {minimum} or more")
     return number

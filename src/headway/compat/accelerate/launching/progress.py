@@ -24,9 +24,9 @@ def tqdm(*args: object, main_process_only: bool = True, **kwargs: object) -> Any
             f"tqdm({args[0]}, ...) is an old spelling: the first argument is what is iterated; write main_process_only={args[0]}"
         )
     bar = optional.require("tqdm.auto", "headway.tqdm shows its bars with", "tqdm").tqdm
-    hidden = kwargs.pop("disable", False)
-    if main_process_only and not hidden:
+    is_hidden = kwargs.pop("disable", False)
+    if main_process_only and not is_hidden:
         from headway.compat.accelerate.state import PartialState  # imports torch, which `import headway.utils` must not
 
-        hidden = not PartialState().is_local_main_process
-    return bar(*args, **kwargs, disable=hidden)
+        is_hidden = not PartialState().is_local_main_process
+    return bar(*args, **kwargs, disable=is_hidden)

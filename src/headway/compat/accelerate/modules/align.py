@@ -23,7 +23,7 @@ from headway.offload.offload_folder import OffloadedWeightsLoader, PrefixedDatas
 from headway.offload.placement.homes import get_home
 
 Where = torch.device | str | int
-Tied = dict[int, dict[torch.device, torch.Tensor]]
+TiedCopies = dict[int, dict[torch.device, torch.Tensor]]
 
 
 @dataclass
@@ -49,13 +49,20 @@ class PlacedCopy:
         self.version = None if self.copy.is_inference() else self.copy._version
 
 
-def _get_device(where: Where) -> torch.device:
-    found = get_home(where) if isinstance(where, int) else torch.device(where)
+def _get_device(device_name: Where) -> torch.device:
+    found = get_home(device_name) if isinstance(device_name, int) else torch.device(device_name)
     assert isinstance(found, torch.device)
     return torch.device("cpu") if found.type == "cpu" else found  # tensors never report "cpu:0"
 
 
-def _own_places(module: nn.Module, recurse: bool, has_buffers: bool) -> dict[str, TensorLocation]:
+def _find_own_locations(module: nn.Module, recurse: bool, has_buffers: bool) -> dict[str, TensorLocation]:
+    """Return the locations of a module's tensors by name.
+
+    Args:
+        module: Module that contains the tensors.
+        recurse: Whether to include the tensors of submodules.
+        has_buffers: Whether to include buffers.
+    """
     found = map_locations(module) if recurse else {place.leaf: place for place in iterate_own_locations(module)}
     return {name: place for name, place in found.items() if place.is_parameter or has_buffers}
 
@@ -79,7 +86,7 @@ def _place_copies(
     places: Mapping[str, TensorLocation],
     homes: Mapping[str, torch.Tensor],
     device: torch.device,
-    tied: Tied | None = None,
+    tied: TiedCopies | None = None,
 ) -> list[PlacedCopy]:
     """Replace tensors that are not on `device` by copies on `device`, and return a `PlacedCopy` for each of them.
 
@@ -91,37 +98,43 @@ def _place_copies(
         device: Device of the copies.
         tied: Existing copies of tied tensors, by data pointer and device. New copies are added. None: no such copies.
     """
-    uses: list[PlacedCopy] = []
-    made: dict[int, torch.Tensor] = {}
+    placed: list[PlacedCopy] = []
+    copies: dict[int, torch.Tensor] = {}
     for name, place in places.items():
         home = homes[name]
-        copy = home
+        copy: torch.Tensor | None = None
+        if home.device == device:
+            copy = home
+        elif id(home) in copies:
+            copy = copies[id(home)]
+        elif tied is not None:
+            copy = tied.get(home.data_ptr(), {}).get(device)
+        if copy is None:
+            copy = _copy_tensor(home, device)
         if home.device != device:
-            known = None if tied is None else tied.get(home.data_ptr(), {}).get(device)
-            copy = made[id(home)] if id(home) in made else known if known is not None else _copy_tensor(home, device)
-            made[id(home)] = copy
+            copies[id(home)] = copy
             if tied is not None:
                 tied.setdefault(home.data_ptr(), {})[device] = copy
         if place.tensor is not copy:
-            uses.append(PlacedCopy(place, name, place.tensor, copy))
-    for use in uses:
+            placed.append(PlacedCopy(place, name, place.tensor, copy))
+    for use in placed:
         use.place.put_tensor(use.copy)
-    return uses
+    return placed
 
 
-def write_home(home: torch.Tensor, use: PlacedCopy) -> None:
+def write_back(home: torch.Tensor, placed: PlacedCopy) -> None:
     """Write the values of a changed copy on the execution device back to the original tensor.
 
     Args:
         home: Original tensor.
-        use: Copy of the tensor. If it has not changed, nothing is copied.
+        placed: Copy of the tensor. If it has not changed, nothing is copied.
     """
-    is_changed = use.version is not None and use.copy._version != use.version
+    is_changed = placed.version is not None and placed.copy._version != placed.version
     # Batch normalization updates its running statistics without incrementing torch's version counter.
-    is_changed = is_changed or (use.place.module.training and not use.place.is_parameter)
-    if is_changed and home is not use.copy and not (use.copy.is_meta or home.is_meta):
+    is_changed = is_changed or (placed.place.module.training and not placed.place.is_parameter)
+    if is_changed and home is not placed.copy and not (placed.copy.is_meta or home.is_meta):
         with torch.no_grad():
-            home.copy_(use.copy)
+            home.copy_(placed.copy)
 
 
 class AlignDevicesHook(ModelHook):
@@ -151,7 +164,7 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: bool = False,
         place_submodules: bool = False,
         skip_keys: str | list[str] | None = None,
-        tied_params_map: Tied | None = None,
+        tied_params_map: TiedCopies | None = None,
     ) -> None:
         self.execution_device = execution_device
         self.offload = offload
@@ -163,7 +176,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._uses: list[list[PlacedCopy]] = []
+        self._placed_copies: list[list[PlacedCopy]] = []
 
     def __repr__(self) -> str:
         return (
@@ -182,25 +195,25 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the module's weights to the execution device, or offload them. Return the module."""
-        places = self.note_devices(module)
-        moved: dict[int, torch.Tensor] = {}
+        places = self.record_devices(module)
+        new_tensors: dict[int, torch.Tensor] = {}
         for name, place in places.items():
             old = place.tensor
             is_offloaded = self.offload and (place.is_parameter or self.offload_buffers)
-            if id(old) not in moved:
-                moved[id(old)] = (
+            if id(old) not in new_tensors:
+                new_tensors[id(old)] = (
                     self._offload_tensor(name, old) if is_offloaded else self._move_to_execution_device(old)
                 )
-            if moved[id(old)] is not old:
-                place.put_tensor(moved[id(old)])
+            if new_tensors[id(old)] is not old:
+                place.put_tensor(new_tensors[id(old)])
         return module
 
-    def note_devices(self, module: nn.Module) -> dict[str, TensorLocation]:
+    def record_devices(self, module: nn.Module) -> dict[str, TensorLocation]:
         """Record the devices of the module's weights, and return the locations of the weights by name.
 
         `detach_hook` moves the weights back to the recorded devices.
         """
-        places = _own_places(module, self.place_submodules, True)
+        places = _find_own_locations(module, self.place_submodules, True)
         self.original_devices = {name: place.tensor.device for name, place in places.items()}
         return places
 
@@ -212,6 +225,12 @@ class AlignDevicesHook(ModelHook):
         return _wrap_like(tensor, tensor.detach().to(_get_device(self.execution_device)))
 
     def _offload_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the module contains between forward passes if its weights are offloaded.
+
+        Args:
+            name: Name of the tensor in the module.
+            tensor: Current tensor of the module.
+        """
         stored = None
         if self.weights_map is not None:
             stored = self.weights_map[name] if self._keeps_weights else tensor.detach().to("meta")
@@ -233,21 +252,22 @@ class AlignDevicesHook(ModelHook):
             first = next(list_tensors((args, kwargs)), None)
             self.input_device = None if first is None else first.device
         if self.execution_device is None:
-            self._uses.append([])
+            self._placed_copies.append([])
             return args, kwargs
         device = _get_device(self.execution_device)
-        uses: list[PlacedCopy] = []
-        if self.offload and not any(self._uses):  # in a recursive call, the copies are already in place
-            places = _own_places(module, self.place_submodules, self.offload_buffers)
+        placed: list[PlacedCopy] = []
+        if self.offload and not any(self._placed_copies):  # in a recursive call, the copies are already in place
+            places = _find_own_locations(module, self.place_submodules, self.offload_buffers)
             homes = {name: self._get_placed_value(name, place) for name, place in places.items()}
-            uses = _place_copies(places, homes, device, self.tied_params_map)
-        self._uses.append(uses)
+            placed = _place_copies(places, homes, device, self.tied_params_map)
+        self._placed_copies.append(placed)
         skipped = {self.skip_keys} if isinstance(self.skip_keys, str) else set(self.skip_keys or ())
-        kept = {name: value for name, value in kwargs.items() if name in skipped}
-        moved = {name: value for name, value in kwargs.items() if name not in skipped}
-        return to_device(args, device), {**to_device(moved, device), **kept}
+        unmoved = {name: value for name, value in kwargs.items() if name in skipped}
+        inputs = {name: value for name, value in kwargs.items() if name not in skipped}
+        return to_device(args, device), {**to_device(inputs, device), **unmoved}
 
     def _get_placed_value(self, name: str, place: TensorLocation) -> torch.Tensor:
+        """Return the tensor whose copy runs in the forward: the module's own, or the one in `weights_map`."""
         if self._keeps_weights:
             return place.tensor
         assert self.weights_map is not None
@@ -258,12 +278,12 @@ class AlignDevicesHook(ModelHook):
 
         If `io_same_device` is set, the output is moved to the device of the first input.
         """
-        for use in self._uses.pop() if self._uses else []:
-            write_home(use.home, use)
-            if use.place.tensor is not use.home:
-                use.place.put_tensor(use.home)
+        for placed in self._placed_copies.pop() if self._placed_copies else []:
+            write_back(placed.home, placed)
+            if placed.place.tensor is not placed.home:
+                placed.place.put_tensor(placed.home)
             if self.tied_params_map is not None:
-                self.tied_params_map.get(use.home.data_ptr(), {}).pop(use.copy.device, None)
+                self.tied_params_map.get(placed.home.data_ptr(), {}).pop(placed.copy.device, None)
         if self.io_same_device and self.input_device is not None and output is not None:
             return to_device(output, self.input_device)
         return output
@@ -275,11 +295,9 @@ class AlignDevicesHook(ModelHook):
         if it is given.
         """
         if self.offload:
-            for name, place in _own_places(module, self.place_submodules, self.offload_buffers).items():
-                value, device = (
-                    self._get_placed_value(name, place),
-                    self.original_devices.get(name, torch.device("meta")),
-                )
+            for name, place in _find_own_locations(module, self.place_submodules, self.offload_buffers).items():
+                value = self._get_placed_value(name, place)
+                device = self.original_devices.get(name, torch.device("meta"))
                 if device.type != "meta" and value.device != device:
                     value = _wrap_like(value, value.detach().to(device))
                 if value is not place.tensor:
@@ -309,34 +327,35 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
             its dispatched model. If neither is known, nothing is moved.
     """
     hook = getattr(module, "_hf_hook", None)
-    own = hook if isinstance(hook, AlignDevicesHook) and hook.offload else None
+    offload_hook = hook if isinstance(hook, AlignDevicesHook) and hook.offload else None
     stream = find_device_stream(module)
-    if execution_device is None and own is not None:
-        execution_device = own.execution_device
+    if execution_device is None and offload_hook is not None:
+        execution_device = offload_hook.execution_device
     elif execution_device is None and stream is not None:
         execution_device = stream.device
     if execution_device is None:
         yield
         return
-    places = _own_places(module, False, False)
+    places = _find_own_locations(module, False, False)
     homes = {
-        name: own._get_placed_value(name, place) if own is not None else place.tensor for name, place in places.items()
+        name: offload_hook._get_placed_value(name, place) if offload_hook is not None else place.tensor
+        for name, place in places.items()
     }
     with torch.no_grad():  # the block reads and writes the copies, but does not train them
-        uses = _place_copies(places, homes, _get_device(execution_device))
+        copies = _place_copies(places, homes, _get_device(execution_device))
     try:
         yield
     finally:
-        for use in uses:
-            write_home(homes[use.name], use)
-            if use.place.tensor is not use.home:
-                use.place.put_tensor(use.home)
+        for placed in copies:
+            write_back(homes[placed.name], placed)
+            if placed.place.tensor is not placed.home:
+                placed.place.put_tensor(placed.home)
 
 
 # -------------------------------------------------------------------- attaching hooks to trees of modules
 
 
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 
 
 def _walk_modules(
@@ -375,18 +394,18 @@ Attach each hook before taking the next item, because the iteration checks which
 """
 
 
-class HookAttacher(Protocol[Given]):
+class HookAttacher(Protocol[Params]):
     """Function that attaches hooks to modules.
 
     Its attribute `hooks` is the generator function that yields the hooks without attaching them.
     """
 
-    hooks: Callable[Given, Hooked]
+    hooks: Callable[Params, Hooked]
 
-    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> None: ...
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> None: ...
 
 
-def make_attacher(hooks: Callable[Given, Hooked]) -> HookAttacher[Given]:
+def make_attacher(hooks: Callable[Params, Hooked]) -> HookAttacher[Params]:
     """Convert a generator function that yields hooks to a function that attaches these hooks.
 
     Args:
@@ -394,13 +413,13 @@ def make_attacher(hooks: Callable[Given, Hooked]) -> HookAttacher[Given]:
     """
 
     @wraps(hooks)
-    def attach_all(*args: Given.args, **kwargs: Given.kwargs) -> None:
+    def attach_all(*args: Params.args, **kwargs: Params.kwargs) -> None:
         for module, hook, is_added in hooks(*args, **kwargs):
             add_hook_to_module(module, hook, append=is_added)
 
-    made = cast(HookAttacher[Given], attach_all)
-    made.hooks = hooks
-    return made
+    attacher = cast(HookAttacher[Params], attach_all)
+    attacher.hooks = hooks
+    return attacher
 
 
 def _has_tensors(module: nn.Module) -> bool:
@@ -417,7 +436,7 @@ def attach_align_device_hook(
     module_name: str = "",
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
-    tied_params_map: Tied | None = None,
+    tied_params_map: TiedCopies | None = None,
 ) -> Hooked:
     """Attach an AlignDevicesHook to the module and to every submodule that has its own parameters or buffers.
 
@@ -450,7 +469,7 @@ def attach_execution_device_hook(
     execution_device: Where,
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
-    tied_params_map: Tied | None = None,
+    tied_params_map: TiedCopies | None = None,
 ) -> Hooked:
     """Attach hooks that move the inputs and weights of modules to a device.
 
@@ -463,23 +482,21 @@ def attach_execution_device_hook(
         skip_keys, tied_params_map: As in AlignDevicesHook.
         preload_module_classes: Class names of modules whose submodules get no hook.
     """
-    holding = _find_holders(module)
+    modules_with_tensors = _find_modules_with_tensors(module)
     for _, each, _ in _walk_modules(module, preload_module_classes):
-        if id(each) in holding and not hasattr(each, "_hf_hook"):
+        if id(each) in modules_with_tensors and not hasattr(each, "_hf_hook"):
             yield each, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map), False
 
 
-def _find_holders(root: nn.Module) -> set[int]:
-    """Return the IDs of the modules that contain tensors, directly or in submodules."""
+def _find_modules_with_tensors(root: nn.Module) -> set[int]:
+    """Return the IDs of the modules that contain tensors, directly or in submodules. The root can be one of them."""
+    # Duplicates are kept, so that a module with several names also marks the parents of each of its names.
     named = dict(root.named_modules(remove_duplicate=False))
     found: set[int] = set()
     for name, module in named.items():
         if _has_tensors(module):
-            while True:
-                found.add(id(named[name]))
-                if not name:
-                    break
-                name = name.rpartition(".")[0]
+            parts = name.split(".") if name else []
+            found.update(id(named[".".join(parts[:count])]) for count in range(len(parts) + 1))
     return found
 
 
@@ -493,7 +510,7 @@ def attach_align_device_hook_on_blocks(
     module_name: str = "",
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
-    tied_params_map: Tied | None = None,
+    tied_params_map: TiedCopies | None = None,
 ) -> Hooked:
     """Attach hooks to a model's blocks, so that each block runs on its own device.
 

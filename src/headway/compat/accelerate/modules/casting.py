@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.compat.accelerate.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING, DistributedType
 from headway.compat.accelerate.data.batches import convert_to_fp32
-from headway.compat.accelerate.modules.align import PlacedCopy, write_home
+from headway.compat.accelerate.modules.align import PlacedCopy, write_back
 from headway.compat.accelerate.modules.hooks import ModelHook, add_hook_to_module
 from headway.compat.accelerate.state import AcceleratorState
 from headway.core.runtime.device import detect_hardware
@@ -33,7 +33,7 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._uses: list[list[PlacedCopy]] = []
+        self._placed_copies: list[list[PlacedCopy]] = []
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the module's weights to the storage dtype, and return the module."""
@@ -41,13 +41,13 @@ class LayerwiseCastingHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the module's weights with copies in the compute dtype, and return the arguments unchanged."""
-        uses = []
+        placed_copies = []
         for name, place in map_locations(module).items():
             home = place.tensor
             if home.is_floating_point() and home.dtype != self.compute_dtype:
-                uses.append(PlacedCopy(place, name, home, self._cast_tensor(home)))
-                place.put_tensor(uses[-1].copy)
-        self._uses.append(uses)
+                placed_copies.append(PlacedCopy(place, name, home, self._cast_tensor(home)))
+                place.put_tensor(placed_copies[-1].copy)
+        self._placed_copies.append(placed_copies)
         return args, kwargs
 
     def _cast_tensor(self, home: torch.Tensor) -> torch.Tensor:
@@ -58,9 +58,9 @@ class LayerwiseCastingHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Restore the module's stored weights, and return the output unchanged."""
-        for use in self._uses.pop() if self._uses else []:
-            write_home(use.home, use)
-            use.place.put_tensor(use.home)
+        for placed in self._placed_copies.pop() if self._placed_copies else []:
+            write_back(placed.home, placed)
+            placed.place.put_tensor(placed.home)
         return output
 
 
@@ -84,16 +84,16 @@ def attach_layerwise_casting_hooks(
         non_blocking: Whether to cast asynchronously. Default: False.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
-    waiting = [("", module)]
-    while waiting:
-        name, each = waiting.pop()
+    remaining = [("", module)]
+    while remaining:
+        name, each = remaining.pop()
         if isinstance(each, skip_modules_classes or ()) or any(re.search(pattern, name) for pattern in patterns):
             continue
         if isinstance(each, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
             hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
             add_hook_to_module(each, hook, append=True)
             continue
-        waiting += [(f"{name}.{inner}" if name else inner, part) for inner, part in each.named_children()]
+        remaining += [(f"{name}.{inner}" if name else inner, part) for inner, part in each.named_children()]
 
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}

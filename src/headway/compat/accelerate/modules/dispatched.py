@@ -23,7 +23,7 @@ from headway.compat.accelerate.modules.align import (
     has_offloaded_params,
 )
 from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map, prefixes
-from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
+from headway.compat.accelerate.modules.hooks import expose_hook, remove_hook_from_module
 from headway.core.training.prepared.dispatched import EXECUTION
 from headway.core.weights.names import map_locations
 from headway.errors import DeviceMapError
@@ -37,7 +37,7 @@ from headway.offload.placement.sizes import Dtype
 
 log = get_logger(__name__)
 
-_HOST = ("cpu", "disk")
+_OFFLOAD_PLACES = ("cpu", "disk")
 Where = Device | torch.device
 Weights = Mapping[str, torch.Tensor]
 Index = Mapping[str, Mapping[str, object]]
@@ -76,8 +76,10 @@ def dispatch_model(
     )  # fmt: skip
     if isinstance(device_map, Mapping):
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-    is_mapped = state_dict is not None or offload_index is not None or offload_dir is not None
-    _show_mapped_hooks(model, main_device, is_mapped, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    has_stored_weights = state_dict is not None or offload_index is not None or offload_dir is not None
+    _expose_mapped_hooks(
+        model, main_device, has_stored_weights, offload_buffers, skip_keys, preload_module_classes, force_hooks
+    )
     return model
 
 
@@ -122,7 +124,7 @@ def load_checkpoint_and_dispatch(
     if isinstance(device_map, Mapping):
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     if device_map is not None:
-        _show_mapped_hooks(
+        _expose_mapped_hooks(
             model, None, offload_folder is not None, offload_buffers, skip_keys, preload_module_classes, force_hooks
         )
     return model
@@ -145,10 +147,10 @@ def cpu_offload(
             accelerator, else the CPU.
         others: Parameters of `headway.cpu_offload` with the same names.
     """
-    device = _execution_device(model, execution_device)
+    device = _choose_execution_device(model, execution_device)
     _remove_dispatch_hooks(model)
     dispatch.cpu_offload(model, device, offload_buffers, state_dict, preload_module_classes)
-    _show_offloaded(model, device, offload_buffers, preload_module_classes)
+    _expose_offload_hooks(model, device, offload_buffers, preload_module_classes)
     return model
 
 
@@ -170,22 +172,22 @@ def disk_offload(
             accelerator, else the CPU.
         others: Parameters of `headway.disk_offload` with the same names.
     """
-    device = _execution_device(model, execution_device)
+    device = _choose_execution_device(model, execution_device)
     _remove_dispatch_hooks(model)
     dispatch.disk_offload(model, offload_dir, device, offload_buffers, preload_module_classes)
-    _show_offloaded(model, device, offload_buffers, preload_module_classes)
+    _expose_offload_hooks(model, device, offload_buffers, preload_module_classes)
     return model
 
 
-def _execution_device(model: nn.Module, given: Where | None) -> Where | None:
-    if given is not None:
-        device = torch.device(given)
+def _choose_execution_device(model: nn.Module, requested: Where | None) -> Where | None:
+    if requested is not None:
+        device = torch.device(requested)
         return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is the same device
-    first = next((each.device for each in model.parameters()), torch.device("cpu"))
-    if first.type in ("cpu", "meta"):
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return None if found is not None else torch.device("cpu")
-    return first
+    current_device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if current_device.type in ("cpu", "meta"):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return None if accelerator is not None else torch.device("cpu")
+    return current_device
 
 
 def _read_existing_index(model: nn.Module, folder: str | Path) -> Index | None:
@@ -209,15 +211,15 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Where]) -> None:
         DeviceMapError: If the map has no device for some tensor of the model's state dict.
     """
     modules = dict(model.named_modules())
-    if unknown := [name for name in device_map if name not in modules]:
+    if unknown_names := [name for name in device_map if name not in modules]:
         warnings.warn(
-            f"The following device_map keys do not match any submodules in the model: {unknown}",
+            f"The following device_map keys do not match any submodules in the model: {unknown_names}",
             UserWarning,
             stacklevel=2,
         )
-    if missing := [name for name in model.state_dict() if not _is_covered(name, device_map)]:
+    if missing_names := [name for name in model.state_dict() if not _is_covered(name, device_map)]:
         raise DeviceMapError(
-            f"The device_map provided does not give any device for the following parameters: {', '.join(missing)}"
+            f"The device_map provided does not give any device for the following parameters: {', '.join(missing_names)}"
         )
 
 
@@ -230,15 +232,15 @@ def _complete_map(model: nn.Module, device_map: Any) -> Any:
     if not isinstance(device_map, Mapping):
         return device_map
     module = sys.modules.get("accelerate.big_modeling")
-    check = check_device_map if module is None else module.check_device_map
-    check(model, device_map)
+    check_map = check_device_map if module is None else module.check_device_map
+    check_map(model, device_map)
     places, modules = map_locations(model), dict(model.named_modules())
-    left_out: dict[str, Where] = {
+    added: dict[str, Where] = {
         name: place.tensor.device if place.tensor.device.type != "meta" else torch.device("cpu")
         for name, place in places.items()
         if not _is_covered(name, device_map)
     }
-    return {name: device for name, device in device_map.items() if name in modules or name in places} | left_out
+    return {name: device for name, device in device_map.items() if name in modules or name in places} | added
 
 
 def _is_covered(name: str, device_map: Mapping[str, Where]) -> bool:
@@ -252,51 +254,74 @@ def _remove_dispatch_hooks(model: nn.Module) -> None:
             remove_hook_from_module(module, recurse=True)
 
 
-def _show_mapped_hooks(
+def _expose_mapped_hooks(
     model: nn.Module,
     main_device: Where | None,
-    is_mapped: bool,
+    has_stored_weights: bool,
     offload_buffers: bool,
     skip_keys: str | list[str] | None,
     preload: list[str] | None,
     force_hooks: bool,
 ) -> None:
+    """Set `_hf_hook` on the modules of a model that was dispatched with a device map.
+
+    As in Accelerate, nothing is set if the map has a single device other than the disk, unless `force_hooks` is set.
+
+    Args:
+        model: Dispatched model, with its device map in `hf_device_map`.
+        main_device: Device of the model's inputs and outputs, and of modules that are offloaded. None: the device map's.
+        has_stored_weights: Whether the weights on disk have values, from a state dict or an offload folder.
+        offload_buffers, skip_keys, preload, force_hooks: As in `dispatch_model`.
+    """
     device_map: Mapping[str, Any] = model.hf_device_map  # type: ignore[assignment]
-    places = set(device_map.values())
-    if not (len(places) > 1 or "disk" in places or force_hooks):
+    devices_in_map = set(device_map.values())
+    if not (len(devices_in_map) > 1 or "disk" in devices_in_map or force_hooks):
         return
-    main = DeviceMap(device_map).main_device if main_device is None else main_device
-    is_host = str(main) == "cpu"
-    offloaded = ("disk",) if is_host else _HOST
-    is_mapped = ("disk" in places and is_mapped) or ("cpu" in places and not is_host)
-    devices = {name: main if str(device) in _HOST else device for name, device in device_map.items()}
-    shown = attach_align_device_hook_on_blocks.hooks(
+    root_device = DeviceMap(device_map).main_device if main_device is None else main_device
+    runs_on_cpu = str(root_device) == "cpu"
+    offloaded = ("disk",) if runs_on_cpu else _OFFLOAD_PLACES
+    has_offloaded_disk_weights = "disk" in devices_in_map and has_stored_weights
+    has_offloaded_cpu_weights = "cpu" in devices_in_map and not runs_on_cpu
+    has_weights_map = has_offloaded_disk_weights or has_offloaded_cpu_weights
+    execution_devices = {
+        name: root_device if str(device) in _OFFLOAD_PLACES else device for name, device in device_map.items()
+    }
+    hooks = attach_align_device_hook_on_blocks.hooks(
         model,
-        execution_device={**devices, "": main},
+        execution_device={**execution_devices, "": root_device},
         offload={name: str(device) in offloaded for name, device in device_map.items()},
-        weights_map=OffloadedWeightsLoader(model.state_dict()) if is_mapped else None,
+        weights_map=OffloadedWeightsLoader(model.state_dict()) if has_weights_map else None,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload,
     )
-    _show_hooks(shown)
+    _expose_hooks(hooks)
 
 
-def _show_offloaded(model: nn.Module, device: Where | None, offload_buffers: bool, preload: list[str] | None) -> None:
+def _expose_offload_hooks(
+    model: nn.Module, device: Where | None, offload_buffers: bool, preload: list[str] | None
+) -> None:
+    """Set `_hf_hook` on the modules of a model whose weights are all offloaded to host memory or disk.
+
+    Args:
+        model: Offloaded model.
+        device: Device of the forward. None: this machine's accelerator.
+        offload_buffers, preload: As in `cpu_offload`.
+    """
     vars(model).pop("hf_device_map", None)
     if device is None:
         device = torch.accelerator.current_accelerator()
-    show_hook(model, AlignDevicesHook(io_same_device=True), append=True)
+    expose_hook(model, AlignDevicesHook(io_same_device=True), append=True)
     weights = OffloadedWeightsLoader(model.state_dict())
-    _show_hooks(
+    _expose_hooks(
         attach_align_device_hook.hooks(model, device, True, weights, offload_buffers, preload_module_classes=preload)
     )
 
 
-def _show_hooks(shown: Hooked) -> None:
-    for module, hook, is_added in shown:
-        hook.note_devices(module)
-        show_hook(module, hook, append=is_added)
+def _expose_hooks(hooks: Hooked) -> None:
+    for module, hook, is_added in hooks:
+        hook.record_devices(module)
+        expose_hook(module, hook, append=is_added)
 
 
 # -------------------------------------------------------------------- weights of dispatched models

@@ -27,7 +27,7 @@ from headway.offload.placement.sizes import (
     parse_dtype,
 )
 
-_KEPT = ("torch.uint", "torch.int", "torch.bool")
+_UNCONVERTED_DTYPES = ("torch.uint", "torch.int", "torch.bool")
 """Prefixes of the names of those dtypes that are not converted when a model is loaded in another dtype."""
 
 
@@ -63,16 +63,20 @@ def compute_module_sizes(
         special_dtypes: Dtypes of single tensors by name, which override `dtype`.
         buffers_only: Whether to leave out parameters. Default: False.
     """
-    special = {name: dtype_byte_size(parse_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
-    width = None if dtype is None else dtype_byte_size(parse_dtype(dtype))
-    found: Counter[str] = Counter()
+    special_bytes = {name: dtype_byte_size(parse_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
+    converted_bytes = None if dtype is None else dtype_byte_size(parse_dtype(dtype))
+    bytes_by_name: Counter[str] = Counter()
     for name, tensor in model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True):
-        own = dtype_byte_size(tensor.dtype)
-        converted = own if width is None or str(tensor.dtype).startswith(_KEPT) else min(width, own)
-        size: Any = tensor.numel() * special.get(name, converted)
+        current_bytes = dtype_byte_size(tensor.dtype)
+        element_bytes = (
+            current_bytes
+            if converted_bytes is None or str(tensor.dtype).startswith(_UNCONVERTED_DTYPES)
+            else min(converted_bytes, current_bytes)
+        )
+        size: Any = tensor.numel() * special_bytes.get(name, element_bytes)
         for prefix in prefixes(name):
-            found[prefix] += size
-    return found
+            bytes_by_name[prefix] += size
+    return bytes_by_name
 
 
 def compute_module_total_buffer_size(
@@ -118,39 +122,43 @@ def get_balanced_memory(
         low_zero = False
         if max_memory is None and indices:
             budgets[indices[0]] = int(0.9 * budgets[indices[0]])
-    found = compute_module_sizes(model, dtype, special_dtypes)
+    module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = int(
-        found[""] // (len(accelerators) - low_zero)
-        + int(1.25 * _compute_reserve(model, found, no_split_module_classes))
+        module_sizes[""] // (len(accelerators) - low_zero)
+        + int(1.25 * _compute_reserve(model, module_sizes, no_split_module_classes))
     )
     for device in indices[:-1]:
         if not (low_zero and device == 0):
             budgets[device] = min(share, budgets[device])
     if low_zero:
-        rest = max(0, found[""] - sum(budgets[device] for device in range(1, len(accelerators))))
-        budgets[0] = min(rest, budgets[0])
+        remaining = max(0, module_sizes[""] - sum(budgets[device] for device in range(1, len(accelerators))))
+        budgets[0] = min(remaining, budgets[0])
     return budgets
 
 
-def _compute_reserve(model: nn.Module, found: Counter[str], whole: Iterable[str] | str | None) -> int:
+def _compute_reserve(model: nn.Module, module_sizes: Counter[str], no_split_classes: Iterable[str] | str | None) -> int:
     """Return the number of bytes to reserve on a device for one more layer.
 
-    It is the size of the largest module whose class is in `whole`, or the mean size of modules without children if that
+    It is the size of the largest module whose class is in `no_split_classes`, or the mean size of modules without children if that
     is larger. Only the first module of each class is measured.
 
     Args:
         model: Model whose layers are placed.
-        found: Sizes of modules and tensors in bytes, by name.
-        whole: Class names of modules that must not be split over several devices.
+        module_sizes: Sizes of modules and tensors in bytes, by name.
+        no_split_classes: Class names of modules that must not be split over several devices.
     """
-    modules, names, first = dict(model.named_modules()), collect_class_names(whole), dict[str, int]()
-    for name, size in found.items():
+    modules, class_names, size_by_class = (
+        dict(model.named_modules()),
+        collect_class_names(no_split_classes),
+        dict[str, int](),
+    )
+    for name, size in module_sizes.items():
         kind = type(modules.get(name)).__name__
-        if name and kind in names:
-            first.setdefault(kind, size)
-    tensors = set(get_module_leaves(found))
-    leaves = get_module_leaves(name for name in found if name not in tensors)
-    return max([int(sum(found[name] for name in leaves) / max(len(leaves), 1)), *first.values()])
+        if name and kind in class_names:
+            size_by_class.setdefault(kind, size)
+    tensors = set(get_module_leaves(module_sizes))
+    leaves = get_module_leaves(name for name in module_sizes if name not in tensors)
+    return max([int(sum(module_sizes[name] for name in leaves) / max(len(leaves), 1)), *size_by_class.values()])
 
 
 log = get_logger(__name__)
@@ -188,15 +196,19 @@ def infer_auto_device_map(
     Returns:
         Devices by the names of modules and tensors.
     """
-    whole = list(collect_class_names(no_split_module_classes))
-    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    class_names = list(collect_class_names(no_split_module_classes))
+    module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     # Balanced budgets can be fractions of bytes, because boolean masks count an eighth of a byte per element.
-    fractions = {parse_device(key): size for key, size in (max_memory or {}).items() if isinstance(size, float)}
-    greedy = _Greedy(model, {**get_max_memory(max_memory), **fractions}, whole, sizes, fallback_allocation)
-    greedy.run()
+    fractional_budgets = {
+        parse_device(key): size for key, size in (max_memory or {}).items() if isinstance(size, float)
+    }
+    placement = _GreedyPlacement(
+        model, {**get_max_memory(max_memory), **fractional_budgets}, class_names, module_sizes, fallback_allocation
+    )
+    placement.run()
     if verbose:
-        log.info("device map: %s", greedy.placed)
-    return clean_device_map(greedy.placed) if clean_result else greedy.placed
+        log.info("device map: %s", placement.placed)
+    return clean_device_map(placement.placed) if clean_result else placement.placed
 
 
 def _list_children(name: str, module: Any) -> list[Item]:
@@ -208,15 +220,15 @@ def _list_children(name: str, module: Any) -> list[Item]:
     return [(f"{name}.{each}", value) for each, value in parts]
 
 
-class _Greedy:
+class _GreedyPlacement:
     """State of the greedy rule: modules that are not placed yet, the devices that are left, and the memory in use.
 
     Args:
         model: Model whose modules are placed.
         budgets: Memory limits in bytes, by device, in the order in which the devices are filled.
-        whole: Class names of modules that must not be split over several devices.
+        no_split_classes: Class names of modules that must not be split over several devices.
         sizes: Sizes of modules and tensors in bytes, by name.
-        falls_back: Whether to search for another module that fits if the next module does not fit on a device that is
+        has_fallback: Whether to search for another module that fits if the next module does not fit on a device that is
             still empty.
 
     Attributes:
@@ -224,12 +236,17 @@ class _Greedy:
     """
 
     def __init__(
-        self, model: nn.Module, budgets: dict[Device, Any], whole: list[str], sizes: Mapping[str, int], falls_back: bool
+        self,
+        model: nn.Module,
+        budgets: dict[Device, Any],
+        no_split_classes: list[str],
+        sizes: Mapping[str, int],
+        has_fallback: bool,
     ) -> None:
         self.placed: dict[str, Device] = {}
         self._sizes = sizes
-        self._whole = whole
-        self._falls_back = falls_back
+        self._no_split_classes = no_split_classes
+        self._falls_back = has_fallback
         self._tied = find_tied_parameters(model)
         self._queue: list[Item] = [
             *model.named_parameters(recurse=False),
@@ -237,42 +254,59 @@ class _Greedy:
             *model.named_buffers(recurse=False),
         ]
         accelerators = [each for each in budgets if each not in ("cpu", "disk")]
-        first = ["mps"] if "mps" in accelerators else [*accelerators[:1], "cpu"]
-        self._keeps_room = set(first)
+        reserving = ["mps"] if "mps" in accelerators else [*accelerators[:1], "cpu"]
+        self._devices_with_reserve = set(reserving)
         self._devices: list[Device] = [*budgets, *(() if "disk" in budgets else ("disk",))]
-        self._limits: dict[Device, float | None] = {**budgets, "disk": None}
-        self._used: dict[Device, int] = dict.fromkeys(self._devices, 0)
+        self._limit_bytes: dict[Device, float | None] = {**budgets, "disk": None}
+        self._used_bytes: dict[Device, int] = dict.fromkeys(self._devices, 0)
         self._measure_reserve()
 
     def _measure_reserve(self) -> None:
         """Compute how much space to reserve: the size of the largest layer that has not been placed yet."""
         modules = [(name, each) for name, each in self._queue if isinstance(each, nn.Module)]
-        self._room, self._largest = get_max_layer_size(modules, dict(self._sizes), self._whole)
+        self._reserve_bytes, self._largest_layer_names = get_max_layer_size(
+            modules, dict(self._sizes), self._no_split_classes
+        )
 
     def run(self) -> None:
         """Assign a device to every module and tensor that has not been placed yet."""
         while self._queue:
             name, module = self._queue.pop(0)
-            self._largest = [each for each in self._largest if each != name and not each.startswith(f"{name}.")]
-            if not self._largest:
+            self._largest_layer_names = [
+                each for each in self._largest_layer_names if each != name and not each.startswith(f"{name}.")
+            ]
+            if not self._largest_layer_names:
                 self._measure_reserve()
             self._place_item(name, module)
 
     def _place_item(self, name: str, module: Any) -> None:
+        """Assign a device to the item, or change the queue or the current device so that a later step can.
+
+        If the item does not fit on the current device, try in this order: split a module that shares parameters with
+        it, split the item itself, search for another item that fits, and continue with the next device.
+
+        Args:
+            name: Name of the item.
+            module: Module, parameter or buffer, which has been removed from the queue.
+        """
         device = self._devices[0]
-        room = self._room if device in self._keeps_room else 0
-        limit = self._limits[device]
-        free = None if limit is None else limit - room - self._used[device]
+        reserve = self._reserve_bytes if device in self._devices_with_reserve else 0
+        limit_bytes = self._limit_bytes[device]
+        free_bytes = None if limit_bytes is None else limit_bytes - reserve - self._used_bytes[device]
         ties = self._find_ties(name)
         size, names, partners = get_module_size_with_ties(ties, self._sizes[name], self._sizes, self._queue)
-        if free is None or size <= free:
+        if free_bytes is None or size <= free_bytes:
             self._assign_device(name, names, size, device)
-        elif not (
-            (ties and self._sizes[name] <= free and self._split_partner(name, module, names, partners))
-            or (self._sizes[name] >= free and self._split_module(name, module))
-            or self._fall_back(name, module, size, device)
-        ):
-            self._used[device] += room
+            return
+        # The module does not fit together with the modules that share its parameters.
+        is_resolved = False
+        if ties and self._sizes[name] <= free_bytes:
+            is_resolved = self._split_partner(name, module, names, partners)
+        if not is_resolved and self._sizes[name] >= free_bytes:
+            is_resolved = self._split_module(name, module)
+        if not is_resolved and not self._fall_back(name, module, size, device):
+            # The greedy rule never returns to a device: go on with the next one.
+            self._used_bytes[device] += reserve
             self._devices.pop(0)
             self._queue.insert(0, (name, module))
 
@@ -286,55 +320,73 @@ class _Greedy:
         return found
 
     def _assign_device(self, name: str, partners: list[str], size: int, device: Device) -> None:
-        self._used[device] += size
+        self._used_bytes[device] += size
         for each in (name, *partners):
             self.placed[each] = device
         self._queue = [item for item in self._queue if item[0] not in partners]
 
-    def _is_whole(self, module: Any) -> bool:
+    def _is_indivisible(self, module: Any) -> bool:
         is_leaf = isinstance(module, torch.Tensor) or not list(module.named_children())
-        return is_leaf or type(module).__name__ in self._whole
+        return is_leaf or type(module).__name__ in self._no_split_classes
 
     def _split_module(self, name: str, module: Any) -> bool:
-        if self._is_whole(module):
+        """Put the module's children at the front of the queue. Return False if the module cannot be split."""
+        if self._is_indivisible(module):
             return False
         self._queue = [*_list_children(name, module), *self._queue]
         self._measure_reserve()
         return True
 
     def _split_partner(self, name: str, module: Any, names: list[str], partners: list[nn.Module]) -> bool:
+        """Replace the first divisible partner by its children in the queue. Return False if there is none.
+
+        Args:
+            name: Name of the current item, which is put back at the front of the queue.
+            module: Module or tensor of the current item.
+            names: Names of the partners.
+            partners: Modules in the queue that share parameters with the current item.
+        """
         for other, partner in zip(names, partners):
-            if not self._is_whole(partner):
-                at = next(index for index, item in enumerate(self._queue) if item[0] == other)
-                rest = [*self._queue[:at], *_list_children(other, partner), *self._queue[at + 1 :]]
+            if not self._is_indivisible(partner):
+                index = next(index for index, item in enumerate(self._queue) if item[0] == other)
+                rest = [*self._queue[:index], *_list_children(other, partner), *self._queue[index + 1 :]]
                 self._queue = [(name, module), *rest]
                 self._measure_reserve()
                 return True
         return False
 
     def _fall_back(self, name: str, module: Any, size: int, device: Device) -> bool:
-        limit = self._limits[device]
-        if not self._falls_back or self._used[device] or limit is None:
+        """Move a later item that fits on an empty device to the front of the queue. Return False if there is none.
+
+        Args:
+            name: Name of the current item, which is put back into the queue behind the item that fits.
+            module: Module or tensor of the current item.
+            size: Size of the current item in bytes, including modules that share parameters with it.
+            device: Device to fill.
+        """
+        limit_bytes = self._limit_bytes[device]
+        if not self._falls_back or self._used_bytes[device] or limit_bytes is None:
             return False
         # The search must leave space for the current module too, which has been removed from the queue.
-        spare = limit - max(self._room, size)
-        found = self._find_first_fitting(spare) if spare >= 0 else None
-        if found is None:
+        spare_bytes = limit_bytes - max(self._reserve_bytes, size)
+        name_that_fits = self._find_first_fitting(spare_bytes) if spare_bytes >= 0 else None
+        if name_that_fits is None:
             return False
-        for parent in prefixes(found)[1:-1]:
-            at = next((index for index, item in enumerate(self._queue) if item[0] == parent), None)
-            if at is not None:
-                self._queue[at : at + 1] = _list_children(parent, self._queue[at][1])
-        at = next(index for index, item in enumerate(self._queue) if item[0] == found)
-        self._queue = [self._queue.pop(at), (name, module), *self._queue]
+        for parent in prefixes(name_that_fits)[1:-1]:
+            position = next((index for index, item in enumerate(self._queue) if item[0] == parent), None)
+            if position is not None:
+                self._queue[position : position + 1] = _list_children(parent, self._queue[position][1])
+        position = next(index for index, item in enumerate(self._queue) if item[0] == name_that_fits)
+        self._queue = [self._queue.pop(position), (name, module), *self._queue]
         return True
 
     def _find_first_fitting(self, limit: float) -> str | None:
+        """Return the name of the first module or tensor in the queue, or inside its modules, of at most `limit` bytes."""
         search = list(self._queue)
         while search:
             name, module = search.pop(0)
             if get_module_size_with_ties(self._find_ties(name), self._sizes[name], self._sizes, search)[0] <= limit:
                 return name
-            if not self._is_whole(module):
+            if not self._is_indivisible(module):
                 search = [*_list_children(name, module), *search]
         return None

@@ -116,20 +116,21 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         append: Whether to keep an existing hook and run the new one after it. False (the default): replace the existing
             hook.
     """
-    present, added = getattr(module, "_hf_hook", None), hook
-    if present is not None:
+    existing = getattr(module, "_hf_hook", None)
+    combined = hook
+    if existing is not None:
         _detach_hook(module)
         if append:
-            hook = SequentialHook(present, added)
+            combined = SequentialHook(existing, hook)
         else:
-            module = present.detach_hook(module)
-    module = added.init_hook(module)
-    module._hf_hook = hook  # type: ignore[assignment]
-    module._headway_hook = _HookRegistration(module, hook)  # type: ignore[assignment]
+            module = existing.detach_hook(module)
+    module = hook.init_hook(module)  # not `combined`, because the existing hook has already initialized the module
+    module._hf_hook = combined  # type: ignore[assignment]
+    module._headway_hook = _HookRegistration(module, combined)  # type: ignore[assignment]
     return module
 
 
-def show_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
+def expose_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
     """Set a module's attribute `_hf_hook` without registering the hook, so that forward passes do not call it.
 
     Headway's runtime already moves the weights of such a module. Other libraries look for the attribute.
@@ -139,15 +140,17 @@ def show_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
         hook: Hook to set.
         append: Whether to keep an existing hook registered. False (the default): remove it.
     """
-    present = getattr(module, "_hf_hook", None)
-    if present is not None and append:
-        hook = SequentialHook(present, hook)
-    elif present is not None:
+    existing = getattr(module, "_hf_hook", None)
+    exposed = hook
+    if existing is not None and append:
+        exposed = SequentialHook(existing, hook)
+    elif existing is not None:
         remove_hook_from_module(module)
-    module._hf_hook = hook  # type: ignore[assignment]
+    module._hf_hook = exposed  # type: ignore[assignment]
 
 
 def _detach_hook(module: nn.Module) -> None:
+    """Unregister a module's hook and delete its attribute, without calling the hook's `detach_hook`."""
     attached = module.__dict__.pop("_headway_hook", None)
     if attached is not None:
         attached.remove()

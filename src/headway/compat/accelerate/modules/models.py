@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from headway.compat.accelerate.state import collectives
+from headway.compat.accelerate.state import get_collectives
 from headway.core.weights.export import save_object
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
@@ -79,11 +79,11 @@ def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = Fa
         model: Model to traverse.
         return_fqns: Whether to return pairs of (name, module) instead of modules. Default: False.
     """
-    waiting: list[tuple[str, torch.nn.Module]] = [("", model)]
+    remaining: list[tuple[str, torch.nn.Module]] = [("", model)]
     ordered = []
-    while waiting:
-        prefix, module = waiting.pop()
-        waiting += [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
+    while remaining:
+        prefix, module = remaining.pop()
+        remaining += [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
         ordered.append((prefix, module) if return_fqns else module)
     return ordered[::-1]
 
@@ -118,28 +118,28 @@ def set_module_tensor_to_device(
         ConfigError: If there is no such tensor, or if the value's shape differs from the tensor's. Also if a tensor on
             the meta device gets no value.
     """
-    owner, _, name = tensor_name.rpartition(".")
+    owner_name, _, name = tensor_name.rpartition(".")
     try:
-        holder = module.get_submodule(owner)
+        owner = module.get_submodule(owner_name)
     except AttributeError as error:
         raise ConfigError(f"{type(module).__name__} has no tensor {tensor_name!r}: {error}") from None
-    held: dict[str, Any] = holder._parameters if name in holder._parameters else holder._buffers
-    old = held.get(name)
+    tensors: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+    old = tensors.get(name)
     if old is None:
         raise ConfigError(f"{type(module).__name__} has no parameter or buffer {tensor_name!r}")
     target = torch.device(device)
-    given = old if value is None else value
-    tied = tied_params_map.get(given.data_ptr(), {}).get(target) if tied_params_map else None
+    source = old if value is None else value
+    tied = tied_params_map.get(source.data_ptr(), {}).get(target) if tied_params_map else None
     if tied is not None:
-        held[name] = tied
+        tensors[name] = tied
         return
     _check_new_value(tensor_name, old, target, value)
     with torch.no_grad():
-        new = given.to(_choose_dtype(old, value, dtype)).to(target, non_blocking=non_blocking)
+        new = source.to(_choose_dtype(old, value, dtype)).to(target, non_blocking=non_blocking)
         if isinstance(old, nn.Parameter) and (value is not None or new is not old):
             new = type(old)(new.detach(), requires_grad=old.requires_grad)
             new.__dict__.update(old.__dict__)
-    held[name] = new
+    tensors[name] = new
     if fp16_statistics is not None:
         new.__dict__["SCB"] = fp16_statistics.to(target)
 
@@ -174,7 +174,7 @@ def save(obj: Any, f: str | Path, save_on_each_node: bool = False, safe_serializ
             Default: False.
         safe_serialization: Whether to write safetensors. Default: False.
     """
-    runtime = collectives().runtime
+    runtime = get_collectives().runtime
     if runtime.is_local_main_process if save_on_each_node else runtime.is_main_process:
         save_object(obj, f, safe_serialization)
 
@@ -317,13 +317,17 @@ def get_module_size_with_ties(
     Returns:
         Tuple of (total size in bytes, names of the other modules, these modules). A shared parameter counts once.
     """
-    found = {}
+    module_by_tied_name = {}
     for tied in tied_params:  # a missing module is ignored, for which Accelerate raises IndexError
         item = next((each for each in modules_to_treat if tied.startswith(f"{each[0]}.")), None)
         if item is not None:
-            found[tied] = item
-    more = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in found.items())
-    return module_size + more, [name for name, _ in found.values()], [module for _, module in found.values()]
+            module_by_tied_name[tied] = item
+    additional_bytes = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in module_by_tied_name.items())
+    return (
+        module_size + additional_bytes,
+        [name for name, _ in module_by_tied_name.values()],
+        [module for _, module in module_by_tied_name.values()],
+    )
 
 
 def get_parameter_device(parameter: torch.nn.Module) -> torch.device:
@@ -373,19 +377,19 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
     All names of a shared storage but the first are left out with a warning. Values that are not tensors are kept.
     """
-    kept: dict[str, Any] = {}
-    seen: dict[Any, str] = {}
+    cleaned: dict[str, Any] = {}
+    name_by_storage: dict[Any, str] = {}
     left_out = []
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor):
-            if value.untyped_storage().nbytes() and seen.setdefault(id_tensor_storage(value), name) != name:
+            if value.untyped_storage().nbytes() and name_by_storage.setdefault(id_tensor_storage(value), name) != name:
                 left_out.append(name)
                 continue
             value = value.contiguous()
-        kept[name] = value
+        cleaned[name] = value
     if left_out:
         log.warning("left out of the file, as they share the memory of others: %s", ", ".join(sorted(left_out)))
-    return kept
+    return cleaned
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
@@ -398,9 +402,9 @@ def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]
         tied_params: Groups of parameter names that `find_tied_parameters` returned before the load.
     """
     for group in tied_params:
-        places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]
-        known = [getattr(module, name, None) for module, name in places]
-        chosen = next((each for each in known if each is not None and not each.is_meta), None)
+        locations = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]
+        parameters = [getattr(module, name, None) for module, name in locations]
+        chosen = next((each for each in parameters if each is not None and not each.is_meta), None)
         if chosen is not None:
-            for module, name in places:
+            for module, name in locations:
                 setattr(module, name, chosen)

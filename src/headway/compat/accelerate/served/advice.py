@@ -12,8 +12,8 @@ from headway.errors import ImportNotServed
 
 def explain_name(name: str) -> str | None:
     """Return the error message for a name of Accelerate that Headway does not provide, or None for any other name."""
-    why = NAMES.get(name)
-    return None if why is None else f"headway has no {name!r}: {why}"
+    advice = NAMES.get(name)
+    return None if advice is None else f"headway has no {name!r}: {advice}"
 
 
 def explain_member(name: str) -> str | None:
@@ -21,8 +21,8 @@ def explain_member(name: str) -> str | None:
 
     Return None for any other name.
     """
-    why = MEMBERS.get(name)
-    return None if why is None else f"Headway's Accelerator has no {name!r}: {why}"
+    advice = MEMBERS.get(name)
+    return None if advice is None else f"Headway's Accelerator has no {name!r}: {advice}"
 
 
 class ImportAdvisor(MetaPathFinder):
@@ -54,7 +54,7 @@ class ImportAdvisor(MetaPathFinder):
         """
         package, _, name = fullname.partition(".")
         owner, _, last = name.rpartition(".")
-        if package != self.package or not (not owner or owner in self._modules):
+        if package != self.package or (owner and owner not in self._modules):
             return None
         sentence = explain_name(last) or self.sentences.get(last)
         if sentence is None:

@@ -22,14 +22,14 @@ def find_as_accelerate(name: str) -> Any:
         AttributeError: If neither Accelerate nor Headway has the name.
     """
     if name in AS_ACCELERATE:
-        place, own = AS_ACCELERATE[name]
-        return getattr(import_module(place), own)
+        module_name, attribute = AS_ACCELERATE[name]
+        return getattr(import_module(module_name), attribute)
     try:
         return getattr(headway, name)
     except AttributeError as error:
         sentence = explain_name(name)
         if sentence is not None:
-            return make_refused(name, sentence)  # so that a script that only imports the name still runs
+            return make_placeholder(name, sentence)  # so that a script that only imports the name still runs
         raise AttributeError(f"module 'accelerate', served by Headway, has no attribute {name!r}", name=name) from error
 
 
@@ -53,7 +53,7 @@ class NotServedType(type):
 
 
 @cache
-def make_refused(name: str, sentence: str) -> Any:
+def make_placeholder(name: str, sentence: str) -> Any:
     """Return a placeholder for a name that Headway does not provide. Equal arguments return the same object.
 
     The placeholder is a function if Accelerate's object is a function, else a class.

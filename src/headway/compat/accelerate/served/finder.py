@@ -1,7 +1,7 @@
 """Import finder that replaces the package `accelerate` with modules that take their attributes from Headway.
 
 `headway launch --as accelerate` and `install_as_accelerate` put a directory at the front of `sys.path`. It contains a
-small package `accelerate`, which calls `take_over`, and the metadata of a distribution `accelerate` for version checks.
+small package `accelerate`, which calls `replace_accelerate`, and the metadata of a distribution `accelerate` for version checks.
 This package takes precedence over the real one, which need not be installed. `import headway` alone has no such effect.
 
 The finder is the first one in `sys.meta_path`. It creates modules without files. This module does not import torch.
@@ -36,16 +36,16 @@ class AccelerateModule(ModuleType):
     """
 
     def __init__(self, name: str) -> None:
-        package, _, inner = name.partition(".")
-        super().__init__(name, f"Accelerate's `{inner or package}`, served by Headway.")
+        package, _, path = name.partition(".")
+        super().__init__(name, f"Accelerate's `{path or package}`, served by Headway.")
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
             return [each for each in dir(self) if not each.startswith("_")]
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        inner = f"{self.__name__}.{name}".partition(".")[2]
-        if inner in MODULES_AS_ACCELERATE and name not in SERVED:
+        path = f"{self.__name__}.{name}".partition(".")[2]
+        if path in MODULES_AS_ACCELERATE and name not in SERVED:
             return import_module(f"{self.__name__}.{name}")
         return find_as_accelerate(name)
 
@@ -55,13 +55,13 @@ class AccelerateModule(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        inner = self.__name__.partition(".")[2]
+        path = self.__name__.partition(".")[2]
         # A package also exports the names of its modules: `accelerate.utils` those of `accelerate.utils.operations`.
-        owners = [each for each in SURFACE if each == inner or each.startswith(f"{inner}.")] if inner else []
-        shown = {name for owner in owners for name in SURFACE[owner]}
-        inside = f"{inner}." if inner else ""
-        shown |= {each.removeprefix(inside) for each in MODULES_AS_ACCELERATE if each.startswith(inside)}
-        return sorted({*super().__dir__(), *(each for each in shown if "." not in each), *(() if inner else TOP)})
+        owners = [each for each in SURFACE if each == path or each.startswith(f"{path}.")] if path else []
+        names = {name for owner in owners for name in SURFACE[owner]}
+        inside = f"{path}." if path else ""
+        names |= {each.removeprefix(inside) for each in MODULES_AS_ACCELERATE if each.startswith(inside)}
+        return sorted({*super().__dir__(), *(each for each in names if "." not in each), *(() if path else TOP)})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # cloudpickle and dill recognize modules by their exact class, and would pickle this one like any other object.
@@ -114,9 +114,11 @@ class AccelerateFinder(ImportAdvisor, InspectLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the code that `python -m MODULE` executes. It runs the corresponding Headway command."""
-        own = "headway.compat.accelerate.launching.commands"
-        word = "launch_main" if fullname.endswith(".launch") else "main"
-        return compile(f"import sys; from {own} import {word}; sys.exit({word}())", f"<{fullname}>", "exec")
+        commands_module = "headway.compat.accelerate.launching.commands"
+        function = "launch_main" if fullname.endswith(".launch") else "main"
+        return compile(
+            f"import sys; from {commands_module} import {function}; sys.exit({function}())", f"<{fullname}>", "exec"
+        )
 
 
 def install_finder() -> ModuleType:
@@ -150,12 +152,12 @@ def install_as_accelerate() -> None:
     env.apply_changes(make_variables(env.copy_variables()))
 
 
-def take_over() -> None:
+def replace_accelerate() -> None:
     """Replace the package `accelerate`, which is being imported, with the one that `install_finder` returns."""
-    found = sys.modules.get("accelerate")
-    module = install_finder()
-    module.__dict__.update({"__version__": VERSION, "__headway_version__": __version__, "__path__": []})
-    if isinstance(found, ModuleType):
+    replaced = sys.modules.get("accelerate")
+    replacement = install_finder()
+    replacement.__dict__.update({"__version__": VERSION, "__headway_version__": __version__, "__path__": []})
+    if isinstance(replaced, ModuleType):
         for name in ("__file__", "__spec__", "__loader__", "__package__"):
-            module.__dict__[name] = getattr(found, name, None)
-    sys.modules["accelerate"] = module
+            replacement.__dict__[name] = getattr(replaced, name, None)
+    sys.modules["accelerate"] = replacement

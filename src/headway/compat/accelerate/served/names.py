@@ -23,8 +23,8 @@ def find(name: str, public_names: Iterable[str] = ()) -> Any:
     if name in SERVED:
         return getattr(import_module(SERVED[name]), name)
     if name in RENAMED:
-        place, own = RENAMED[name]
-        return getattr(import_module(place), own)
+        module_name, attribute = RENAMED[name]
+        return getattr(import_module(module_name), attribute)
     if name in MODULES:
         return import_module(f"headway.{name}")
     sentence = explain_name(name) or _advise_on_unknown_name(name, public_names)

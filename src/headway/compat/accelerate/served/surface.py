@@ -88,32 +88,45 @@ def list_used_names(source: str | bytes) -> list[NameInScript]:
         SyntaxError: If the source is not valid Python.
     """
     nodes = list(ast.walk(ast.parse(source)))
-    found: dict[str, int] = {}
-    modules: dict[str, str] = {}  # name in the script -> module of Accelerate, "" for the package
-    kinds: set[str] = set()  # names of the class Accelerator in the script
+    line_by_name: dict[str, int] = {}
+    module_by_alias: dict[str, str] = {}  # name in the script -> module of Accelerate, "" for the package
+    class_aliases: set[str] = set()  # names of the class Accelerator in the script
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            for name, bound, module in _list_imported(node):
+            for name, bound, module in _iterate_imports(node):
                 if module is not None:
-                    modules[bound] = module
+                    module_by_alias[bound] = module
                 if name:
-                    found.setdefault(name, node.lineno)
+                    line_by_name.setdefault(name, node.lineno)
                     if name == "Accelerator":
-                        kinds.add(bound)
-    if modules or kinds:
-        for name, line in _read_names(nodes, modules, set(_find_objects(nodes, kinds, modules))):
-            found.setdefault(name, line)
-    return sorted((NameInScript(name, line) for name, line in found.items()), key=lambda use: (use.line, use.name))
+                        class_aliases.add(bound)
+    if module_by_alias or class_aliases:
+        for name, line in _iterate_uses(
+            nodes, module_by_alias, set(_find_accelerator_variables(nodes, class_aliases, module_by_alias))
+        ):
+            line_by_name.setdefault(name, line)
+    return sorted(
+        (NameInScript(name, line) for name, line in line_by_name.items()), key=lambda use: (use.line, use.name)
+    )
 
 
-def _read_names(nodes: list[ast.AST], modules: dict[str, str], objects: set[str]) -> Iterator[tuple[str, int]]:
+def _iterate_uses(
+    nodes: list[ast.AST], module_by_alias: dict[str, str], accelerators: set[str]
+) -> Iterator[tuple[str, int]]:
+    """Yield pairs of (name, line) for reads of Accelerate's names and for members and arguments that are not served.
+
+    Args:
+        nodes: All nodes of the script's syntax tree.
+        module_by_alias: Paths of Accelerate's modules by their names in the script.
+        accelerators: Names of variables that hold an Accelerator.
+    """
     for node in nodes:
         if isinstance(node, ast.Attribute):
-            read = _find_read_name(node, modules)
-            if read is not None:
-                yield read, node.lineno
+            name = _find_accelerate_name(node, module_by_alias)
+            if name is not None:
+                yield name, node.lineno
             member = f"Accelerator.{node.attr}"
-            if member in REFUSED and _format_dotted(node.value) in objects:
+            if member in REFUSED and _format_dotted_name(node.value) in accelerators:
                 yield member, node.lineno
         elif isinstance(node, ast.Call):
             for argument in node.keywords:
@@ -125,7 +138,7 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _format_dotted(node: ast.expr) -> str:
+def _format_dotted_name(node: ast.expr) -> str:
     """Return a dotted name such as `self.accelerator` as text, or "" for any other expression."""
     parts = []
     while isinstance(node, ast.Attribute):
@@ -134,7 +147,7 @@ def _format_dotted(node: ast.expr) -> str:
     return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
 
 
-def _list_imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
+def _iterate_imports(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
     """Yield a tuple for each object of Accelerate that a statement imports.
 
     Yields:
@@ -153,43 +166,54 @@ def _list_imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
     if module and module not in MODULES_AS_ACCELERATE:
         yield module, module, None
     for each in node.names:
-        inner = f"{module}.{each.name}".lstrip(".")
+        path = f"{module}.{each.name}".lstrip(".")
         # There is a module `utils.tqdm`, but `from accelerate.utils import tqdm` imports the function.
-        is_module = inner in MODULES_AS_ACCELERATE and inner != "utils.tqdm"
+        is_module = path in MODULES_AS_ACCELERATE and path != "utils.tqdm"
         if each.name != "*":
-            yield inner if is_module else each.name, each.asname or each.name, inner if is_module else None
+            yield path if is_module else each.name, each.asname or each.name, path if is_module else None
 
 
-def _find_read_name(node: ast.Attribute, modules: dict[str, str]) -> str | None:
+def _find_accelerate_name(node: ast.Attribute, module_by_alias: dict[str, str]) -> str | None:
     """Return the name of Accelerate that an expression reads, such as "gather" for `accelerate.utils.gather`.
 
     None if the attribute is a module or does not belong to a module of Accelerate.
 
     Args:
         node: Expression that reads an attribute.
-        modules: Paths of Accelerate's modules by their names in the script.
+        module_by_alias: Paths of Accelerate's modules by their names in the script.
     """
-    first, *parts = _format_dotted(node).split(".")
-    if first not in modules:
+    alias, *parts = _format_dotted_name(node).split(".")
+    if alias not in module_by_alias:
         return None
-    path = modules[first]
+    path = module_by_alias[alias]
     for index, part in enumerate(parts):
-        longer = f"{path}.{part}".lstrip(".")
-        if longer not in MODULES_AS_ACCELERATE:
+        submodule = f"{path}.{part}".lstrip(".")
+        if submodule not in MODULES_AS_ACCELERATE:
             is_end = index == len(parts) - 1
             return part if is_end and not part.startswith("__") else None
-        path = longer
+        path = submodule
     return None
 
 
-def _find_objects(nodes: list[ast.AST], kinds: set[str], modules: dict[str, str]) -> Iterator[str]:
+def _find_accelerator_variables(
+    nodes: list[ast.AST], class_aliases: set[str], module_by_alias: dict[str, str]
+) -> Iterator[str]:
+    """Yield the names of variables and attributes to which the script assigns a new Accelerator.
+
+    Args:
+        nodes: All nodes of the script's syntax tree.
+        class_aliases: Names of the class `Accelerator` in the script.
+        module_by_alias: Paths of Accelerate's modules by their names in the script.
+    """
     for node in nodes:
         value = getattr(node, "value", None)
         if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(value, ast.Call):
             continue
-        made = value.func
-        is_named = isinstance(made, ast.Name) and made.id in kinds
-        if is_named or (isinstance(made, ast.Attribute) and _find_read_name(made, modules) == "Accelerator"):
+        callee = value.func
+        is_named = isinstance(callee, ast.Name) and callee.id in class_aliases
+        if is_named or (
+            isinstance(callee, ast.Attribute) and _find_accelerate_name(callee, module_by_alias) == "Accelerator"
+        ):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if name := _format_dotted(target):
+                if name := _format_dotted_name(target):
                     yield name

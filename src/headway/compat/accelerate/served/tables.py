@@ -15,16 +15,16 @@ def _read_tables() -> dict[str, dict[str, str]]:
     A line `[table]` starts a table. Each key is on a separate line, followed by its indented text. No parser of the
     standard library is used, because a module in the user's directory, which is first on `sys.path`, might shadow it.
     """
-    found: dict[str, dict[str, str]] = {}
+    tables: dict[str, dict[str, str]] = {}
     table, key = dict[str, str](), ""
     for line in Path(__file__).with_name("names.txt").read_text("utf-8").splitlines():
         if line.startswith("["):
-            table = found.setdefault(line.strip("[]"), {})
+            table = tables.setdefault(line.strip("[]"), {})
         elif line.startswith(" "):
             table[key] = f"{table[key]} {line.strip()}".lstrip()
         else:
             key, table[line] = line, ""
-    return found
+    return tables
 
 
 _TABLES = _read_tables()

@@ -12,24 +12,24 @@ from typing import Any
 from headway.compat.accelerate.served.tables import MODULES
 
 
-def serve(name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def make_module_attributes(name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions `__getattr__` and `__dir__` for a module that provides all names of the package `headway`.
 
-    If the module has no `__path__`, it is set to [].
+    `__all__` lists the public names. If the module has no `__path__`, it is set to [].
 
     Args:
         name: Full name of the module, such as "headway.utils".
     """
     # With a `__path__`, Python looks for a module if an imported name is missing, as `explain_failed_imports` requires.
     vars(sys.modules[name]).setdefault("__path__", [])
-    inner = name.partition(".")[2]
+    path = name.partition(".")[2]
 
     def read_name(attribute: str) -> Any:
         if attribute == "__all__":
             return [each for each in list_names() if not each.startswith("_")]
         if attribute.startswith("__"):
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-        if f"{inner}.{attribute}" in MODULES:
+        if f"{path}.{attribute}" in MODULES:
             return import_module(f"{name}.{attribute}")
         return getattr(sys.modules["headway"], attribute)
 

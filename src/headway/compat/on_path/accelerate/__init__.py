@@ -1,5 +1,5 @@
 """Package `accelerate` on `sys.path` that replaces Accelerate: importing it provides Headway's modules instead."""
 
-from headway.compat.accelerate.served.finder import take_over
+from headway.compat.accelerate.served.finder import replace_accelerate
 
-take_over()
+replace_accelerate()

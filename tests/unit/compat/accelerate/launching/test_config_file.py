@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from headway.compat.accelerate.launching.config_file import translate
+from headway.compat.accelerate.launching.config_file import translate_config
 from headway.core.config.launch import LaunchConfig
 from headway.errors import ConfigError
 
@@ -30,7 +30,7 @@ use_cpu: false
 
 
 def translate_text(text):
-    return translate(yaml.safe_load(text), "a.yaml")
+    return translate_config(yaml.safe_load(text), "a.yaml")
 
 
 def test_usual_file_is_translated_without_loss():

@@ -1,8 +1,8 @@
 """Module `headway.utils`, which provides the names of `accelerate.utils`."""
 
-from headway.compat.accelerate.served.views import serve
+from headway.compat.accelerate.served.views import make_module_attributes
 
 # The module of this name is imported here, so that a later import of it does not hide the function.
 from .tqdm import tqdm as tqdm
 
-__getattr__, __dir__ = serve(__name__)
+__getattr__, __dir__ = make_module_attributes(__name__)

@@ -1,5 +1,5 @@
 """Module `headway.utils.offload`, which provides the names of `accelerate.utils.offload`."""
 
-from headway.compat.accelerate.served.views import serve
+from headway.compat.accelerate.served.views import make_module_attributes
 
-__getattr__, __dir__ = serve(__name__)
+__getattr__, __dir__ = make_module_attributes(__name__)
