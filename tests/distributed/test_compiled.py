@@ -214,3 +214,48 @@ def test_sharded_models_compile_block_by_block() -> None:
         assert found["bf16"][0] == pytest.approx(found["bf16, not compiled"][0], abs=2e-2)
         assert found["bf16"][2] > 0
         assert found["bf16, not compiled"][2] == 0
+
+
+def make_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **sizes))  # type: ignore[arg-type]
+
+
+def train_split() -> list[float]:
+    """Train a compiled Llama under tensor parallelism, and raise an error at the limit of recompilations. Return the losses."""
+    import torch._dynamo  # not part of `import torch`
+
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    accelerator = Accelerator(cpu=True, strategy="tp")
+    model = make_llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.compile(backend="aot_eager")
+    losses = []
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+TOKENS = torch.arange(32).reshape(2, 16)
+
+
+def test_split_model_does_not_reach_the_limit_of_recompilations() -> None:
+    model = make_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for _ in range(3):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+    for losses in run_ranks(train_split, 2, timeout=300):
+        assert losses == pytest.approx(wanted, rel=1e-5)

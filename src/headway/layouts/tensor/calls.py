@@ -63,6 +63,10 @@ class LocalParameters:
         self._keeps_parameters = keeps_parameters
         # Replaced parameters: (module, name of the parameter, DTensor, local tensor that replaces it).
         self._replaced: list[tuple[torch.nn.Module, str, Any, torch.Tensor]] = []
+        # TorchDynamo would compile this function again for each parameter, up to its limit of recompilations. Not as a
+        # decorator, which would run at import time: `torch.compiler.disable` imports more than torch itself. Not bound to
+        # this object, because a deep copy of a model would keep the binding.
+        self._replace: Callable[..., None] = torch.compiler.disable(LocalParameters._replace_with_local)  # type: ignore[no-untyped-call]
 
     def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Replace DTensor parameters with local tensors. Keep them if the forward gets DTensor arguments."""
@@ -75,7 +79,7 @@ class LocalParameters:
                 if value is not None and has_local_replacement(value):
                     is_replicated = value.placements[-1].is_replicate()
                     if not self._only_replicated or is_replicated:
-                        self._replace_with_local(holder, key, value, is_replicated)
+                        self._replace(self, holder, key, value, is_replicated)
 
     def _replace_with_local(self, holder: torch.nn.Module, key: str, value: Any, is_replicated: bool) -> None:
         """Replace a parameter of a module with its local tensor.
