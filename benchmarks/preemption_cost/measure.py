@@ -68,7 +68,7 @@ def main() -> None:
             "a micro-batch, preemption off, again (A/A)": make_loop(f"{folder}/b", False),
             "a micro-batch, preemption on": make_loop(f"{folder}/c", True),
             "the check before a batch": repeat_call(lambda: stopping.check(1, lambda: ("", False))),
-            "a poll of the background thread (five per second)": repeat_call(stopping._look_for_request),
+            "a poll of the background thread (five per second)": repeat_call(stopping._check_for_request),
         }
         rows = make_rows(time_interleaved(passes, get_num_repeats(100)), 1e6 / CALLS)
     rows.pop("accelerate", None)  # Accelerate has no such feature

@@ -437,13 +437,18 @@ class Accelerator(RankAware):
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context manager for one micro-batch of an accumulation window.
 
-        An accumulation window consists of the micro-batches of one update. step() and zero_grad() have no effect until
-        the window's last micro-batch. Put the forward, the backward and step() of each micro-batch inside the context.
-        Calls between this block and the next one still belong to this micro-batch.
+        An accumulation window consists of the micro-batches of one update: `gradient_accumulation_steps` of them, or fewer at
+        the end of an epoch. step() and zero_grad() have no effect until the window's last micro-batch. Put the forward, the
+        backward and step() of each micro-batch inside the context. Calls between this block and the next one still belong to
+        this micro-batch.
 
         Args:
             models: Models that are trained in the block. Default: all prepared models. Different sets of models have
                 separate accumulation windows.
+
+        Raises:
+            CheckpointError: When the block is entered, if the project's directory contains checkpoints of an earlier run and
+                `resume` was not called, or if a background save has failed.
 
         Example::
 

@@ -82,6 +82,15 @@ def learning_rate_changed_on_one_rank() -> None:
             update(accelerator, model, optimizer)
 
 
+def option_set_on_one_rank() -> None:
+    """The option is missing on rank 0, whose options alone were compared."""
+    accelerator, model, optimizer, _ = prepare_training()
+    if accelerator.process_index == 1:
+        optimizer.param_groups[0]["trust"] = 0.3
+    with pytest.raises(StateError, match=r"'trust' of parameter group 0 is None on rank 0, 0\.3 on rank 1"):
+        update(accelerator, model, optimizer)
+
+
 def parameter_changed_later() -> None:
     """A change after the first update is found before the second update, a change after the second before the fourth."""
     for seen in (2, 4):
@@ -390,6 +399,7 @@ SCENARIOS: list[Callable[[], None]] = [
     parameter_changed_on_one_rank,
     weights_drawn_by_each_rank,
     learning_rate_changed_on_one_rank,
+    option_set_on_one_rank,
     parameter_changed_later,
     parameter_changed_with_automatic_microbatching,
     parameter_changed_with_windows_closed_by_hand,

@@ -152,32 +152,36 @@ def _convert_optimizer(pair: _OptimizerPair, objects: StatefulObjects, saved: Co
     return options
 
 
-def _convert_group(pair: _OptimizerPair, number: int, saved_options: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the options of a parameter group: those of the saved group with the same parameters, or else the script's.
+def _convert_group(pair: _OptimizerPair, group_index: int, saved_options: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the options that a parameter group of this run gets after loading.
 
-    Some of the script's options are adjusted. The learning rate is scaled by the factor by which the schedule had
-    changed the saved one. The optimizer itself changes some options during training, such as the step counter of a
-    schedule-free optimizer. These are taken from the saved group that held most of the parameters.
+    If a saved group has the same parameters, return its options. Otherwise return the script's options with two changes:
+
+    - Options that are not arguments of the optimizer's constructor, such as a step counter, come from the main source: the
+      saved group that held most of this group's parameters.
+    - `lr` becomes `initial_lr` times the ratio `lr / initial_lr` of the main source, which is the factor of its schedule.
+      Without a main source, the first saved group provides the ratio. `lr` stays unchanged if one of the values is missing.
 
     Args:
         pair: Optimizer, with its saved state.
-        number: Index of the group in this run.
+        group_index: Index of the group in this run.
         saved_options: Options of the saved groups.
     """
     optimizer, match = pair.optimizer, pair.match
-    saved_index = match.saved_indices[number]
+    saved_index = match.saved_indices[group_index]
     if saved_index is not None:
         return saved_options[saved_index]
-    group = optimizer.param_groups[number]
+    group = optimizer.param_groups[group_index]
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    source = match.find_main_source(number)
+    source = match.find_main_source(group_index)
     if source is not None:
         arguments = _list_init_arguments(type(optimizer))
         for key in optimizer.defaults:
             # An option that is no argument of the constructor is a counter of the optimizer.
             if key not in arguments and key in options and key in saved_options[source]:
                 options[key] = saved_options[source][key]
-    reference = saved_options[source or 0] if saved_options else {}
+    schedule_source = 0 if source is None else source
+    reference = saved_options[schedule_source] if saved_options else {}
     saved_initial, initial = reference.get("initial_lr"), options.get("initial_lr")
     if saved_initial and initial is not None and "lr" in reference:
         options["lr"] = initial * (reference["lr"] / saved_initial)

@@ -122,14 +122,14 @@ def _check_value(name: str, value: Any, types: tuple[type, ...]) -> Any:
 
 
 def _convert_value(value: Any, expected: type) -> tuple[bool, Any]:
-    """Check whether a value fits an expected type, and convert it.
+    """Convert a value to a type that an argument accepts, and report whether it fits.
 
-    NumPy scalars become Python numbers. For a bool, 0 and 1 become bools. For an int, floats without a fraction become
-    integers. All other values stay unchanged.
+    NumPy scalars first become Python values. bool accepts 0 and 1. int accepts floats without a fraction, but no bool.
+    float accepts finite numbers, but no bool. list accepts a list or tuple of strings, dict any Mapping, and Path any
+    `os.PathLike`.
 
     Returns:
-        Pair of (whether the value fits this type, converted value). The second item has no meaning if the first is
-            False.
+        Pair of (whether it fits, converted value). The second item has no meaning if the first is False.
     """
     if isinstance(value, numpy.generic):
         value = value.item()

@@ -257,8 +257,8 @@ class EvaluationMethods(LegacyMembers):
             model: Prepared model.
             inputs: Batch on the device.
             return_outputs: Whether to return a pair of (loss, outputs) instead of the loss. Default: False.
-            num_items_in_batch: Number of labels of the batch that are not ignored. None: the loss is a mean over
-                samples.
+            num_items_in_batch: Number of labels in `inputs` that are not ignored, if the loss is a mean over these labels.
+                None: the loss is a mean over samples. In transformers' Trainer, this number covers the whole update instead.
 
         Raises:
             LossError: If the model returns no loss, or its forward does not accept the batch.

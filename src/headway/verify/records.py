@@ -132,7 +132,10 @@ class RunRecord:
 
     @cached_property
     def start(self) -> Arrays:
-        """Values of the parameters before the first update, with "p:NAME" as keys."""
+        """Parameter values before the first update, as NumPy arrays, with "p:NAME" as keys. Empty if none were recorded.
+
+        Of a large parameter, only a sample of its values is recorded (`sample_values`).
+        """
         return self._load_arrays("start")
 
     def gradients(self, update: int) -> Arrays:

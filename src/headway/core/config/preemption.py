@@ -16,20 +16,20 @@ _JOB_END = "SLURM_JOB_END_TIME"
 
 @dataclass(frozen=True)
 class Preemption:
-    """Signals and time limits that end a run early. All ranks then save in the same step, and exit with code 75.
+    """Signals and a time limit that end a run early. By default, all ranks then save after the same step and exit with code 75.
 
     Attributes:
-        signals: Names of signals that request the end, sent to any rank or to the launcher.
-        time_limit: Maximum duration of the run, counted from the creation of the Accelerator. None: until SLURM ends
-            the job (SLURM_JOB_END_TIME), else unlimited.
-        reserve: Time before the end of the run at which ranks save. It must be longer than a save plus a step. It is
-            reduced to a quarter of the time that is available at the start if it is longer, so that the run makes
-            progress.
-        exits: Whether to save and exit automatically. False: `accelerator.preempted` becomes True on all ranks in the
+        signals: Name, or names, of the signals that end the run. They can be sent to any rank or to the launcher.
+        time_limit: Maximum duration of the run, counted from the creation of the Accelerator.
+            None: until SLURM_JOB_END_TIME if it is set, else unlimited.
+        reserve: Time before the end at which ranks save, at most a quarter of the time that is left at the start. Choose more
+            than one save plus one step takes.
+        exits: Whether to save and exit automatically. If False, `accelerator.preempted` becomes True on all ranks in the
             same step, and the script must save and end the loop.
 
     Raises:
-        ConfigError: If a signal cannot be caught, or a duration is not allowed.
+        ConfigError: If a name is not a signal that a process can catch, `time_limit` is not positive, or `reserve` is
+            negative.
     """
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")

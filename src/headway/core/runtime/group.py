@@ -109,9 +109,10 @@ def choose_bound_device(device: torch.device, backend: str) -> torch.device | No
 
 
 def has_blocking_backend() -> bool:
-    """Whether the other ranks would block in a backend of torch's default group, such as NCCL, if this process ended.
+    """Whether torch's default process group has a backend other than gloo, such as NCCL.
 
-    False if there is no group.
+    If this process ended, the other ranks would block in a collective of such a backend. False if there is no default
+    group.
     """
     try:
         backends = _parse_backend(dist.get_backend_config())

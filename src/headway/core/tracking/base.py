@@ -87,7 +87,10 @@ class Tracker:
         return None
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run. This method can be called again after `finish`, for another run in the same process.
+        """Start a run. The default calls `start()`.
+
+        Override this method if the tracker needs the run's name, folder or identity. It can be called again after `finish`,
+        for another run in the same process.
 
         Args:
             run: Name, folder and identity of the run.

@@ -216,15 +216,12 @@ class TrainingStep(ABC):
 
     Attributes:
         run: Run of the Accelerator.
-        windows: Accumulation windows from `run`.
-        prepared: Prepared objects from `run`.
-        strategy: Strategy from `run`.
-        precision: Precision from `run`.
-        hooks: Step hooks from `run`.
+        windows, prepared, strategy, precision, hooks: Shortcuts to the attributes of `run` with the same names.
         guard: Guard that watches losses and gradients.
-        turns: Record of which models train in which accumulation window, for loops that train several sets in turns.
-        weighs_losses: Whether the factor of a loss depends on its accumulation window. Every backward must then go
-            through `Accelerator.backward`.
+        turns: Record of the accumulation window in which each model trains. Needed if a loop trains several sets of
+            models alternately, such as a GAN.
+        weighs_losses: Whether losses are multiplied by a factor that depends on the accumulation window. Every backward
+            must then go through `Accelerator.backward`.
         can_defer: Whether the strategy can leave gradients unreduced on their rank until the accumulation window's last
             micro-batch.
         grad_norm: Total norm of the final gradients before they were last clipped. None before the first clipping.

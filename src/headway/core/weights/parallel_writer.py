@@ -96,12 +96,14 @@ class _HostCopies:
         self._num_bytes = 0
 
     def reserve_memory(self, num_bytes: int, num_unsubmitted: int) -> None:
-        """Wait until a copy of the given size fits into the limit, or until all other copies have been written.
+        """Reserve bytes for a host copy, and wait until they fit into `MAX_COPIES`. Call `release` when the copy has been written.
+
+        A copy that exceeds the limit by itself is admitted once all submitted copies have been written.
 
         Args:
-            num_bytes: Size of the copy.
-            num_unsubmitted: Bytes of copies in the range that the caller is filling. They are written only when the range is
-                full.
+            num_bytes: Size of the copy in bytes.
+            num_unsubmitted: Bytes that the caller has already reserved for the range that it is still filling. They are written only
+                when the range is full, so waiting for them would never end.
 
         Raises:
             BaseException: The error of a task that failed during the wait.

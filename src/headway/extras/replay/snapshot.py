@@ -280,14 +280,7 @@ class OptimizerRecord:
         )
 
     def measure_step(self, step: Callable[[], bool]) -> bool:
-        """Run the optimizer step while measuring its allocations.
-
-        Args:
-            step: Function that steps the optimizer, and returns whether it updated the parameters.
-
-        Returns:
-            Whether the step updated the parameters.
-        """
+        """Run the optimizer step. Store its temporary allocations in `temporaries` if their total exceeds the stored total."""
         with AllocationMeter() as meter:
             did_step = step()
         measured = meter.list_temporaries()
@@ -300,7 +293,11 @@ class OptimizerRecord:
         return did_step
 
     def confirm_step(self) -> None:
-        """Record that the measured step will not be undone. The parameters that it updated now have optimizer state."""
+        """Record that the last step is kept: each parameter that has a gradient now also has optimizer state.
+
+        Call it before the gradients are cleared. For an optimizer from outside torch, also record whether the step left the
+        number and the sizes of all tensors unchanged (see `is_complete`).
+        """
         self._stepped_ids.update(id(p) for p in iterate_parameters(self._optimizer) if p.grad is not None)
         if not self._has_fixed_state:
             old_layout, self._tensor_layout = self._tensor_layout, _describe_tensors(self._optimizer)

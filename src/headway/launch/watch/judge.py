@@ -155,9 +155,9 @@ def diagnose_lingering(views: Sequence[RankView], timeout: float, world_size: in
 
 
 def _has_passed(view: RankView, call: CollectiveCall) -> bool:
-    """Whether a rank has already entered the collective `call`, its script has not ended, and its process responds.
+    """Whether a rank has entered `call` or a later collective of the same group, its script still runs, and its process responds.
 
-    False if `call` is not a counted collective.
+    False if the rank's position in the group is unknown, or if `call` has no number, such as a point-to-point transfer.
     """
     number = view.number_in(call.group)
     return number is not None and number >= call.number > 0 and not view.has_ended and not view.is_mute

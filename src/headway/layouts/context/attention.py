@@ -560,7 +560,11 @@ class RingAttention:
         dispatcher.add_ring(self, rotation)
 
     def release(self) -> None:
-        """Remove this ring attention from the registry. The last removal in the process restores torch's dispatcher."""
+        """Stop using the ring. Does nothing if this was already done.
+
+        When the last `RingAttention` in the process is released, torch's context-parallel attention is disabled, and its
+        rotation method is restored.
+        """
         self._dispatcher.remove_ring(self)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:

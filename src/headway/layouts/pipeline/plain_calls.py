@@ -296,12 +296,17 @@ class PlainCalls:
     def _run_backward(
         self, batch: PipelineBatch, pending: PendingForward, grads: Sequence[torch.Tensor | None]
     ) -> None:
-        """Run backward through this rank's stage, micro-batch by micro-batch.
+        """Run backward through this rank's stage, one micro-batch at a time. All ranks of the pipeline must call this.
+
+        The last stage first runs backward through the part of the model after the blocks. Each other stage receives the
+        gradients of its outputs from the next stage. Each stage except the first sends the gradients of its inputs to the
+        previous one.
 
         Args:
-            batch: Batch whose stage holds the autograd graphs of the micro-batches.
+            batch: Batch whose stages hold the autograd graphs of the micro-batches.
             pending: Model call whose backward runs.
-            grads: Gradients of the outputs of this call.
+            grads: Gradients of the call's outputs; None for an output that backward did not reach. Used only on the last
+                stage.
         """
         (stage,) = batch.stages.values()  # direct calls with gradients need GPipe, which has one stage per rank
         stage.has_backward = True

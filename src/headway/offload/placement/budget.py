@@ -170,18 +170,19 @@ def parse_device(device: object) -> Device:
     )
 
 
-def _get_own_index(kind: str) -> int:
-    """Return the index of the device that this process uses, or 0 if the machine has no such device.
+def _get_own_index(device_type: str) -> int:
+    """Return the index of the device of this type that this process uses or will use.
 
-    Before the process uses a device, the index is derived from its local rank.
+    Once an Accelerator exists, it is the index of the Accelerator's device, or 0 if that device has another type. Before,
+    it is the index of torch's current device if that is above 0, else the local rank. 0 if there is no such device.
 
     Args:
-        kind: Device type, such as "cuda".
+        device_type: Device type, such as "cuda".
     """
     if process.is_started():
         own = process.current().device
-        return own.index or 0 if own.type == kind else 0
-    hardware = HARDWARE.get(kind)
+        return (own.index or 0) if own.type == device_type else 0
+    hardware = HARDWARE.get(device_type)
     if hardware is None or not hardware.is_available():
         return 0
     is_initialized = hardware.find_function("is_initialized")
@@ -189,7 +190,7 @@ def _get_own_index(kind: str) -> int:
     # `current_device()` alone would initialize the device, which takes memory on it.
     is_in_use = is_initialized is not None and bool(is_initialized())
     current = int(get_current()) if is_in_use and get_current is not None else 0
-    if current:
+    if current:  # device 0 is also torch's current device if no device was chosen
         return current
     local_rank = env.get_local_rank()
     return local_rank if local_rank < hardware.count_devices() else 0

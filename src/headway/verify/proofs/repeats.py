@@ -15,7 +15,14 @@ _SEED = "call set_seed(0) (headway or accelerate) before the dataset and the mod
 
 
 def check_repeat(runs: RunSet) -> Verdict:
-    """Return the verdict of the comparison between two single-process runs, which must be equal bit by bit."""
+    """Compare a single-process run with its repetition, update by update, bit by bit.
+
+    The repetition may be shorter, because it is also killed for another proof.
+
+    Returns:
+        "PASS" if all updates that both runs recorded are equal. "FAIL" with the first difference, or if there are no such
+            updates. "NOT CHECKED" if the run was not repeated.
+    """
     baseline, repeat = runs.baseline, runs.repeat
     if repeat is None:
         return Verdict(KEY, TITLE, "NOT CHECKED", "the run was not repeated")

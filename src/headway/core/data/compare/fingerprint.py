@@ -64,10 +64,11 @@ class FingerprintComparison(Enum):
     """Result of comparing the fingerprints of several ranks.
 
     Attributes:
-        SAME: The samples are equal, or differ only in floats or pixels, as after augmentation.
+        SAME: No leaf differs by more than the tolerance. Or only floats or pixels differ, as after augmentation, and
+            another leaf proves that all ranks read the samples in the same order.
         DIFFERENT: Some leaves differ, and no other leaf proves that all ranks read the samples in the same order.
-        UNCLEAR: A text, integer or shape differs, but another leaf proves that all ranks read the samples in the same
-            order.
+        UNCLEAR: A text, integer or shape differs, or a rank lacks a leaf, but another leaf proves that all ranks read the
+            samples in the same order.
     """
 
     SAME = "same"

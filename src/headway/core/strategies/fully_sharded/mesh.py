@@ -357,13 +357,20 @@ class MeshStrategy(Strategy):
         other_stage_ids: Container[int],
         distributed: Sequence[Any],
     ) -> list[torch.nn.Module]:
-        """Shard each unit and the root, and return the units, innermost first.
+        """Apply FSDP2 to the distributed modules, the float32 norms, the units and the root, and configure what FSDP2 does with them.
+
+        This also sets the prefetching, the reduction of gradients of unused parameters, and the methods besides `forward` that
+        gather parameters.
 
         Args:
             model: Model to shard.
             chosen: Modules that become units, and parameters that stay unsharded.
             other_stage_ids: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
-            distributed: Modules whose parameters differ between the ranks of an axis, such as experts.
+            distributed: Modules with different parameters on each rank of "ep", such as experts. They are sharded over the
+                expert mesh.
+
+        Returns:
+            Float32 norms that are sharded separately, then the units on this rank, innermost first. The root is not included.
         """
         options, runtime_device_type = self._options, self.everyone.runtime.device.type
         dtypes = units.choose_formats(options, self._number_format, self._computes_on)

@@ -299,9 +299,14 @@ def render_single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[
 
 
 def render_values(panel: Panel, runs: Sequence[RunData]) -> str:
-    """Return a table of a chart's lines as HTML, for browsers without scripts.
+    """Return an HTML table that replaces a chart in browsers without scripts, with one row per line of the chart.
 
-    Each row has the first, lowest, highest and last value of a line.
+    The columns are the name, the first, lowest, highest and last value, the number of values, and the number of non-finite
+    values. The first and the last value are those of the downsampled line.
+
+    Args:
+        panel: Chart.
+        runs: Runs of the report. The lines of the chart refer to them by index.
     """
     rows = []
     for line in panel.lines:

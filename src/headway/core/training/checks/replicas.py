@@ -207,23 +207,27 @@ class ReplicaCheck:
         return result
 
     def _compare_hyperparameters(self, group: Collectives, own: Hyperparameters) -> None:
-        """Compare the hyperparameters of all ranks, up to rounding.
+        """Report optimizer hyperparameters whose values differ between the ranks of `group`. All ranks of the group must call this.
+
+        Numbers count as equal up to a relative difference of 1e-6. If the check is not strict, differences cause one warning
+        instead of an error.
 
         Args:
             group: Collectives over the ranks to compare.
-            own: Hyperparameters of this rank.
+            own: Hyperparameters of this rank, one dict per parameter group.
 
         Raises:
             StateError: If any of them differ, and the check is strict.
         """
         all_ranks: list[Hyperparameters] = group.gather_objects(own)
-        for number, first_rank in enumerate(all_ranks[0]):
-            for key, value in first_rank.items():
-                values = [groups[number].get(key) if number < len(groups) else None for groups in all_ranks]
-                if any(not _are_close(value, other) for other in values):
+        for group_index in range(max(map(len, all_ranks))):
+            options = [rank[group_index] if group_index < len(rank) else {} for rank in all_ranks]
+            for key in dict.fromkeys(key for each in options for key in each):
+                values = [each.get(key) for each in options]
+                if any(not _are_close(values[0], other) for other in values):
                     text = ", ".join(f"{other} on rank {rank}" for rank, other in zip(group.list_ranks(), values))
                     self._report_drift(
-                        f"the optimizers of the ranks are not alike: {key!r} of parameter group {number} is {text}",
+                        f"the optimizers of the ranks are not alike: {key!r} of parameter group {group_index} is {text}",
                         _REMEDY_FOR_OPTIONS,
                     )
 
