@@ -148,7 +148,7 @@ def test_other_world_size_sees_the_same_samples_in_order(tmp_path):
         (_, rest, _, differences), *others = run_ranks(train_rest, world_size, str(tmp_path), batch)
         assert [seen for _, seen, _, _ in others] == [rest] * (world_size - 1)
         assert first + rest == expected
-        assert differences[0] == f"world 2 -> {world_size}; RNG states are derived from (seed, update, rank)"
+        assert differences[0] == f"world size 2 -> {world_size}; RNG states are derived from (seed, update, rank)"
         assert differences[1:] == (["accumulation 1 -> 2 to keep the global batch of 6"] if world_size == 1 else [])
 
 
@@ -241,7 +241,7 @@ def test_indivisible_global_batch_is_split_unevenly(tmp_path):
         differences = [each for _, each in parts]
         assert differences[1][-1] == "the global batch of 40 samples is split unevenly among the ranks"
         assert differences[2] == differences[1][-1:]
-        assert differences[3][0].startswith("world 3 -> 1")
+        assert differences[3][0].startswith("world size 3 -> 1")
         assert any("to keep the global batch of 40" in line for line in differences[3])
 
 

@@ -221,7 +221,7 @@ def test_saving_code_of_public_scripts(tmp_path):
         ]  # rank 0 has its own RNG state, so its dropout masks are the same
         assert straight == resumed, name
     differences, updates, losses = run_ranks(load_on_one, 1, str(tmp_path))[0]
-    assert differences[0].startswith("world 2 -> 1; RNG states are derived from")
+    assert differences[0].startswith("world size 2 -> 1; RNG states are derived from")
     assert "accumulation 1 -> 2 to keep the global batch of 6" in differences
     assert updates == 6
     assert all(loss == loss for loss in losses)

@@ -206,7 +206,7 @@ def describe_layout_change(about: Mapping[str, Any], strategy: object) -> list[s
     now = get_layout_sizes(strategy)
     if before == now:
         return []
-    return [f"layout {_describe_sizes(before)} -> {_describe_sizes(now)}; every rank has read its part"]
+    return [f"layout {_describe_sizes(before)} -> {_describe_sizes(now)}; each rank has read its shards"]
 
 
 def _describe_sizes(sizes: Mapping[str, int]) -> str:
@@ -346,7 +346,7 @@ class RunComparison:
         lines = []
         before, now = saved_run.world_size, self.runtime.world_size
         if before != now:
-            lines.append(f"world {before} -> {now}; RNG states are derived from (seed, update, rank)")
+            lines.append(f"world size {before} -> {now}; RNG states are derived from (seed, update, rank)")
         elif len(saved_run.ranks) < now:
             ranks = ", ".join(map(str, saved_run.ranks))
             lines.append(f"saved on rank {ranks} alone, so others' RNG states are derived from (seed, update, rank)")
