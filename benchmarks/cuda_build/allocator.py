@@ -234,7 +234,7 @@ def forecast_run(case: Case) -> tuple[int, int, int]:
         loss=lambda outputs, _: outputs["loss"], optimizer=optimizer, device=case.device, precision=case.precision,
         accumulation=case.accumulation, loop=case.loop, lengths=case.lengths, largest=False,
     )  # fmt: skip
-    return int(forecast.allocated), int(forecast.reserved), int(forecast.most) - find_device(case.device).overhead[2]
+    return int(forecast.allocated), int(forecast.reserved), int(forecast.most) - find_device(case.device).overhead.most
 
 
 def print_rows(device: str, with_values: bool) -> None:

@@ -57,7 +57,7 @@ def forecast_largest(case: Case) -> tuple[int, int]:
         loss=lambda outputs, _: outputs["loss"], optimizer=OPTIMIZERS[case.optimizer], device=case.device,
         budget=f"{GIB}GiB", precision=case.precision, accumulation=case.accumulation, loop=case.loop,
     )  # fmt: skip
-    return forecast.largest_batch or 0, find_device(case.device).overhead[2] >> 20
+    return forecast.largest_batch or 0, find_device(case.device).overhead.most >> 20
 
 
 def run_in_new_process(*arguments: object, **simulated: str) -> object:

@@ -27,7 +27,7 @@ from headway.forecasting.tracing.step import list_state
 from headway.forecasting.tracing.tensors import iterate_plain_tensors
 from headway.layouts.whole_updates import ownership
 from headway.layouts.whole_updates.transfers import PendingTransfer
-from headway.planning.optimizers import list_parts, resolve_optimizer
+from headway.planning.optimizers import list_inner_optimizers, resolve_optimizer
 
 FOLDER = Path(__file__).parent
 BATCH, RUNS = 8, 1
@@ -254,7 +254,7 @@ def measure_updates(model: str, setting: Setting, batch: int = BATCH) -> tuple[i
     prepared = accelerator.prepare(_build(case))
     make_optimizer = resolve_optimizer(setting.optimizer)
     assert make_optimizer is not None
-    optimizers = list_parts(make_optimizer(list(prepared.parameters())))
+    optimizers = list_inner_optimizers(make_optimizer(list(prepared.parameters())))
     prepared_optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
     peak = 0
     for _ in range(2):

@@ -47,7 +47,7 @@ def estimate_v100_memory(size: int, is_checkpointed: bool, is_half: bool, has_ad
     traced = trace_step(
         build_model, lambda: make_batch(size), recipe, V100, enable_checkpointing if is_checkpointed else None
     )
-    return estimate_use(V100, replay_events(traced.events).reserved)[1]
+    return estimate_use(V100, replay_events(traced.events).reserved).likely
 
 
 def find_largest_batch() -> int:

@@ -213,7 +213,7 @@ def test_plan_matches_real_ranks():
     """Only agreements of a few numbers are not in a plan, and it assumes that tokens are spread evenly over experts."""
     layout = parse_layout("pp=2+ep=2").resolve(4)
     dry_run = partial(dry_run_rank, make_for_plan, layout, step=TokenBatch(6), make_optimizer=sgd, options=FOR_PLAN)
-    trials = dry_run_stages(layout, lambda rank, answers: dry_run(rank, peer_answers=answers))
+    trials = dry_run_stages(layout, lambda rank, answers: dry_run(rank, peer_objects=answers))
     planned = build_plan("pp=2+ep=2", layout, trials, 0)
     for rank, (trial, weights) in enumerate(run_ranks(measure_update, 4)):
         share, stage = planned.shares.get_share(rank), planned.stages[layout.find_coordinates(rank)["pp"]]

@@ -232,7 +232,7 @@ def test_stages_with_split_sequences_hold_and_send_what_the_plan_predicts():
     planned = build_plan(
         "pp=2+cp=2",
         layout,
-        dry_run_stages(layout, lambda rank, answers: dry_run(rank, peer_answers=answers)),
+        dry_run_stages(layout, lambda rank, answers: dry_run(rank, peer_objects=answers)),
         0,
     )
     for rank, (trial, weights) in enumerate(run_ranks(measure_context_stages, 4)):
@@ -261,7 +261,7 @@ def test_stage_holds_and_sends_what_the_plan_predicts(num_ranks):
         layout = parse_layout(strategy).resolve(num_ranks)
         given = {"step": TokenBatch(6), "make_optimizer": make_optimizer, "options": EngineOptions(pipeline=options)}
         dry_run = partial(dry_run_rank, make, layout, **given)  # with CPU kernels, as on these ranks
-        trials = dry_run_stages(layout, lambda rank, answers, dry_run=dry_run: dry_run(rank, peer_answers=answers))
+        trials = dry_run_stages(layout, lambda rank, answers, dry_run=dry_run: dry_run(rank, peer_objects=answers))
         planned = build_plan(strategy, layout, trials, 0)
         for rank, results in enumerate(real):
             trial, (weights, gradients, state) = results[index]

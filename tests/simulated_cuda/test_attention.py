@@ -8,10 +8,10 @@ import pytest
 
 SCRIPT = """
 import itertools, torch
-from headway.forecasting.device.attention import AttentionKernel
+from headway.forecasting.device.attention import AttentionRules
 torch.backends.cuda.enable_cudnn_sdp(True)
 NAMES = ("math", "flash", "efficient", "cudnn")
-choice = AttentionKernel(torch.cuda.get_device_capability(), tuple(map(int, torch.__version__.split(".")[:2])))
+choice = AttentionRules(torch.cuda.get_device_capability(), tuple(map(int, torch.__version__.split(".")[:2])))
 differing, found = [], set()
 grid = itertools.product(
     (torch.float32, torch.float16, torch.bfloat16), (4, 8, 30, 40, 60, 64, 128, 136, 192, 248, 256, 264), (8, 2), (512, 128),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.forecasting.device.kernels import LATE_SCRATCH_OF_CUDA
+from headway.forecasting.device.kernels import LATE_SCRATCH_ON_CUDA
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 # (operation, dtype, sizes, whether the gradient has the layout that the kernel reads). Sizes of attention: batch, heads,
@@ -79,16 +79,16 @@ def predict_sizes(name: str, dtype: torch.dtype, sizes: list[int], in_rows: bool
         )
         gradient = query if in_rows else meta(samples, heads, length, width)
         args: tuple[Any, ...] = (gradient, query, key, key, query)
-        found = LATE_SCRATCH_OF_CUDA[f"aten::_scaled_dot_product_{name}_attention_backward"](args)
+        found = LATE_SCRATCH_ON_CUDA[f"aten::_scaled_dot_product_{name}_attention_backward"](args)
         return found, [query.nbytes, key.nbytes, key.nbytes]
     if name == "embedding":
         indices, rows, width = sizes
         args = meta(indices, width), meta(indices, of=torch.long), rows
-        return LATE_SCRATCH_OF_CUDA["aten::embedding_dense_backward"](args), [rows * width * dtype.itemsize]
+        return LATE_SCRATCH_ON_CUDA["aten::embedding_dense_backward"](args), [rows * width * dtype.itemsize]
     values = meta(*sizes)
     operation = {"softmax": "_softmax_backward_data", "safe_softmax": "_safe_softmax"}[name]
     args = (values, -1, None) if name == "safe_softmax" else (values, values, -1, dtype)
-    return LATE_SCRATCH_OF_CUDA[f"aten::{operation}"](args), [values.nbytes]
+    return LATE_SCRATCH_ON_CUDA[f"aten::{operation}"](args), [values.nbytes]
 
 
 @pytest.mark.parametrize("kind", ["h100", "a100-80gb"])

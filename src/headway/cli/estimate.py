@@ -179,14 +179,14 @@ def format_forecast(
         raise ConfigError("--strategy and --ranks go together, as in --strategy fsdp --ranks 8; give both, or none")
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.forecast import forecast
-    from headway.planning.sources import find_source, make_length_search, make_trainable, parse_lora_rank
+    from headway.planning.sources import find_source, make_forecast_functions, make_length_search, parse_lora_rank
 
     source = find_source(
         model, options.setdefault("batch_size", 1), options.pop("sequence", None), options.pop("task", None)
     )
     lora_rank = parse_lora_rank(options.pop("lora")) if "lora" in options else None
     is_packed = options.pop("packing", False)
-    make_model, batch, loss = make_trainable(
+    make_model, batch, loss = make_forecast_functions(
         source, options.pop("attention", None), options.pop("dtype", None), lora_rank, is_packed
     )
     options["accumulation"] = options.pop("gradient_accumulation_steps", 1)
@@ -271,10 +271,10 @@ def format_ranking(model: str, as_json: bool = False, **options: Any) -> tuple[s
         raise ConfigError(f"{_format_flag(name)} and --global_batch_size: {NOT_FOR_RANKING[name]}; give one of them")
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.cheapest import cheapest, format_table
-    from headway.planning.sources import find_source, make_trainable
+    from headway.planning.sources import find_source, make_forecast_functions
 
     source = find_source(model, 1, options.get("sequence"), options.get("task"))
-    make_model, batch, loss = make_trainable(source, dtype=options.get("dtype"))
+    make_model, batch, loss = make_forecast_functions(source, dtype=options.get("dtype"))
     rows = cheapest(
         make_model,
         batch,

@@ -28,25 +28,24 @@ def build_timeline(events: list[MemoryEvent], phases: dict[str, int], points: in
         phases: Index of each phase's first event, by phase.
         points: Maximum number of points.
     """
-    stretch = max(1, -(-len(events) // points))
-    held = dict.fromkeys(KINDS, 0)
-    total, best = 0, -1
-    chosen: tuple[int, ...] = ()
-    place = 0
-    places: list[int] = []
+    events_per_point = max(1, -(-len(events) // points))
+    bytes_by_kind = dict.fromkeys(KINDS, 0)
+    total, highest_total, highest_index = 0, -1, 0
+    highest_sizes: tuple[int, ...] = ()
+    indices: list[int] = []
     rows: list[tuple[int, ...]] = []
     for index, event in enumerate(events):
-        held[event.kind] += event.num_bytes
+        bytes_by_kind[event.kind] += event.num_bytes
         total += event.num_bytes
-        if total > best:
-            best, place, chosen = total, index, tuple(held.values())
-        if (index + 1) % stretch == 0 or index == len(events) - 1:
-            places.append(place)
-            rows.append(chosen)
-            best = -1
+        if total > highest_total:
+            highest_total, highest_index, highest_sizes = total, index, tuple(bytes_by_kind.values())
+        if (index + 1) % events_per_point == 0 or index == len(events) - 1:
+            indices.append(highest_index)
+            rows.append(highest_sizes)
+            highest_total = -1
     columns = dict(zip(KINDS, zip(*rows))) if rows else {}
     sizes = {kind: column for kind, column in columns.items() if any(column)}
-    return Timeline(tuple(places), sizes, tuple(sorted(phases.items(), key=lambda pair: pair[1])))
+    return Timeline(tuple(indices), sizes, tuple(sorted(phases.items(), key=lambda pair: pair[1])))
 
 
 @pause_garbage_collection()
@@ -61,20 +60,20 @@ def build_forecast(traced: Trace, target: Device, batch_size: int, limit: int | 
         is_expandable: Whether the allocator uses `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
     """
     events, unsure = separate_unsure(traced.events)
-    answer = replay_on_device(events, target, is_expandable)
-    least, total, most = estimate_use(target, answer.reserved)
+    replay = replay_on_device(events, target, is_expandable)
+    least, total, most = estimate_use(target, replay.reserved)
     most += unsure
     return Forecast(
         device=target.name,
         batch_size=batch_size,
-        allocated=answer.allocated,
-        reserved=answer.reserved,
+        allocated=replay.allocated,
+        reserved=replay.reserved,
         least=least,
         total=total,
         most=most,
-        split=split_by_kind(events, answer.peak),
-        peak=_find_phase(traced.phases, answer.peak),
-        peak_line=events[answer.peak].where,
+        split=split_by_kind(events, replay.peak),
+        peak=_find_phase(traced.phases, replay.peak),
+        peak_line=events[replay.peak].source_line,
         budget=limit,
         fits=None if limit is None else _judge_fit(least, most, limit),
         timeline=build_timeline(events, traced.phases),
@@ -85,16 +84,18 @@ def build_forecast(traced: Trace, target: Device, batch_size: int, limit: int | 
 def replay_on_device(events: list[MemoryEvent], device: Device, is_expandable: bool) -> AllocationReplay:
     """Replay allocation events by the rules of the device's allocator, and return the peak memory.
 
+    For a CPU, allocated and reserved memory are equal: the exact peak of the bytes in use.
+
     Args:
         events: Events in order.
         device: Device to forecast for.
         is_expandable: Whether the allocator of a CUDA device uses expandable segments.
     """
-    found = replay_events(events, expandable=is_expandable)
+    replay = replay_events(events, expandable=is_expandable)
     if device.is_cuda:
-        return found
+        return replay
     exact = compute_exact_peak(events)  # a CPU's allocator neither rounds requests nor caches freed memory
-    return AllocationReplay(allocated=exact, reserved=exact, peak=found.peak)
+    return AllocationReplay(allocated=exact, reserved=exact, peak=replay.peak)
 
 
 def _judge_fit(least: int, most: int, budget: int) -> bool | None:
@@ -111,5 +112,6 @@ def _judge_fit(least: int, most: int, budget: int) -> bool | None:
 
 
 def _find_phase(phases: dict[str, int], index: int) -> str:
-    begun = [(first, phase) for phase, first in phases.items() if first <= index]
-    return max(begun)[1]
+    """Return the phase to which the event with this index belongs: the last phase that starts at or before it."""
+    started = [phase for phase, first_index in phases.items() if first_index <= index]
+    return max(started, key=lambda phase: (phases[phase], phase))

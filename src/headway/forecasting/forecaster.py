@@ -29,16 +29,16 @@ from headway.forecasting.tracing.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-_ENDLESS = 1 << 20
+_DEFAULT_LIMIT = 1 << 20
 """Default upper limit of a search for the largest batch size or the longest sequence."""
 PROBE = 8
 """First size that a search traces: a batch size, or a sequence length as a multiple of `LongestSequence.multiple`.
 
 With smaller batches, a model can take other branches and use other kernels.
 """
-_POINTS = 12
+_CURVE_POINTS = 12
 """Number of batch sizes on the curve of memory against batch size."""
-_ROUNDS = 6
+_MAX_ROUNDS = 6
 """Maximum number of rounds in which a search traces other sizes, because the events of larger sizes differ."""
 _SAMPLES = 16
 """Number of smaller sizes that are checked before a search returns a size.
@@ -58,7 +58,7 @@ class LongestSequence:
     """
 
     batch_fn: Callable[[int, int], Any]
-    limit: int = _ENDLESS
+    limit: int = _DEFAULT_LIMIT
     multiple: int = 64
 
     def __post_init__(self) -> None:
@@ -76,39 +76,49 @@ class SizedEvents:
     Newton's forward differences. Two traces determine a polynomial of degree one, and three traces one of degree two.
 
     Args:
-        traces: Traces at consecutive sizes, the first at `begin`, with the same sequence of events.
-        begin: Size of the first trace.
+        traces: Events of the traces at consecutive sizes, in ascending order of size. All traces must have the same
+            sequence of events (see `is_same_sequence`), which is not checked here.
+        first_size: Size of the first trace.
     """
 
-    def __init__(self, traces: Sequence[list[MemoryEvent]], begin: int) -> None:
-        self._begin = begin
-        self._keys, _, *self._rest = zip(*traces[0])
-        columns = [[event.num_bytes for event in trace] for trace in traces]
+    def __init__(self, traces: Sequence[list[MemoryEvent]], first_size: int) -> None:
+        self._first_size = first_size
+        self._columns = list(zip(*traces[0]))  # one tuple per field of `MemoryEvent`
+        # Item n has the n-th forward difference of each event's bytes at the first size.
         self._differences: list[list[int]] = []
+        columns = [[event.num_bytes for event in trace] for trace in traces]
         while columns:
             self._differences.append(columns[0])
             columns = [[later - value for value, later in zip(*pair)] for pair in pairwise(columns)]
 
     def compute_sizes(self, size: int) -> list[int]:
-        """Return the bytes of every allocation event of a step at a given batch size or sequence length."""
-        found, factor = self._differences[0], 1
-        for order, column in enumerate(self._differences[1:]):
-            factor = factor * (size - self._begin - order) // (order + 1)
-            found = [total + factor * value for total, value in zip(found, column)]
-        return found
+        """Return the bytes of every allocation event of a step at a given batch size or sequence length.
+
+        They are negative for releases.
+        """
+        num_bytes, binomial = self._differences[0], 1
+        for order, differences in enumerate(self._differences[1:]):
+            binomial = binomial * (size - self._first_size - order) // (order + 1)
+            num_bytes = [total + binomial * difference for total, difference in zip(num_bytes, differences)]
+        return num_bytes
 
     @pause_garbage_collection()
     def build_events(self, size: int) -> list[MemoryEvent]:
         """Return the allocation events of a step at a given batch size or sequence length."""
-        return list(map(MemoryEvent._make, zip(self._keys, self.compute_sizes(size), *self._rest)))
+        keys, _, *other_fields = self._columns
+        # Joined by columns instead of a Python loop over events, because a search builds the events of many sizes.
+        return list(map(MemoryEvent._make, zip(keys, self.compute_sizes(size), *other_fields)))
 
 
 def is_same_sequence(first: list[MemoryEvent], second: list[MemoryEvent]) -> bool:
-    """Whether two traces allocate and free in the same order and by the same operations. The sizes can differ."""
+    """Whether two traces allocate and free the same keys in the same order, by the same operations.
+
+    The bytes of the events can differ, and so can their kinds, source lines and streams.
+    """
     if len(first) != len(second):
         return False
     return all(
-        one.key == other.key and one.what == other.what and (one.num_bytes < 0) == (other.num_bytes < 0)
+        one.key == other.key and one.operation == other.operation and (one.num_bytes < 0) == (other.num_bytes < 0)
         for one, other in zip(first, second)
     )
 
@@ -119,8 +129,9 @@ class BudgetSearch:
     A size is a batch size, or a sequence length as a multiple of `LongestSequence.multiple`.
 
     Args:
-        events: Function that traces a step of a given size and returns its allocation events.
-        takes: Function that returns the peak memory in bytes for a list of events.
+        trace_events: Function that traces a step of a given size and returns its allocation events. Its results are
+            cached.
+        measure_peak: Function that returns the peak memory in bytes for a list of events.
         capacity: Available bytes.
         limit: Largest size to try.
         degree: Degree of the polynomial that gives an event's bytes: 1 for batch sizes, 2 for sequence lengths, because
@@ -129,14 +140,14 @@ class BudgetSearch:
 
     def __init__(
         self,
-        events: Callable[[int], list[MemoryEvent]],
-        takes: Callable[[list[MemoryEvent]], int],
+        trace_events: Callable[[int], list[MemoryEvent]],
+        measure_peak: Callable[[list[MemoryEvent]], int],
         capacity: int,
-        limit: int = _ENDLESS,
+        limit: int = _DEFAULT_LIMIT,
         degree: int = 1,
     ) -> None:
-        self._at = cache(events)
-        self._takes = takes
+        self._trace_events = cache(trace_events)
+        self._measure_peak = measure_peak
         self._capacity = capacity
         self._limit = limit
         self._degree = degree
@@ -152,7 +163,7 @@ class BudgetSearch:
         """
         bound = self._limit
         sized = self._fit_events(PROBE) if PROBE + self._degree <= bound else None
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             if sized is None:
                 break
             size = self._lower_below_gaps(sized, self._bisect_synthetic(sized, bound))
@@ -167,20 +178,21 @@ class BudgetSearch:
             sized = self._fit_events(max(1, size - self._degree))
         return self._bisect_size(self._can_fit, bound)
 
-    def _fit_events(self, begin: int) -> SizedEvents | None:
+    def _fit_events(self, first_size: int) -> SizedEvents | None:
         """Return the bytes of each allocation event as a function of the size, or None if the traces differ.
 
-        A size is a batch size or a sequence length. The function is fitted to traces at `begin` and the one or two
-        sizes after it. Traces differ if they have different sequences of events.
+        A size is a batch size or a sequence length. The function is fitted to traces at `first_size` and the one or
+        two sizes after it. Traces differ if they have different sequences of events.
 
         Args:
-            begin: Smallest size to trace.
+            first_size: Smallest size to trace.
         """
-        if begin not in self._sized:
-            first, *others = traces = [self._at(begin + step) for step in range(self._degree + 1)]
-            is_regular = first and all(is_same_sequence(first, other) for other in others)
-            self._sized[begin] = SizedEvents(traces, begin) if is_regular else None
-        return self._sized[begin]
+        if first_size not in self._sized:
+            traces = [self._trace_events(first_size + step) for step in range(self._degree + 1)]
+            first = traces[0]
+            is_regular = first and all(is_same_sequence(first, trace) for trace in traces[1:])
+            self._sized[first_size] = SizedEvents(traces, first_size) if is_regular else None
+        return self._sized[first_size]
 
     def compute_curve(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Return pairs of (size, peak bytes). Sizes below `PROBE` are traced, and others extrapolated from a few traces.
@@ -193,7 +205,11 @@ class BudgetSearch:
         sized = self._fit_events(PROBE)
         if sized is None:
             return []
-        return [(size, self._takes(self._at(size) if size < PROBE else sized.build_events(size))) for size in sizes]
+        curve: list[tuple[int, int]] = []
+        for size in sizes:
+            events = self._trace_events(size) if size < PROBE else sized.build_events(size)
+            curve.append((size, self._measure_peak(events)))
+        return curve
 
     def _bisect_synthetic(self, sized: SizedEvents, bound: int) -> int:
         """Return the largest size up to `bound` at which a step fits, according to its interpolated events.
@@ -205,14 +221,19 @@ class BudgetSearch:
             sized: Interpolated events.
             bound: Largest size to consider.
         """
-        bound = self._bisect_size(lambda size: max(accumulate(sized.compute_sizes(size))) <= self._capacity, bound)
-        near = bound - bound // 8
-        fits = partial(self._can_fit_synthetic, sized)
-        return self._bisect_size(fits, bound, near if near and fits(near) else 0)
+
+        def can_tensors_fit(size: int) -> bool:
+            return max(accumulate(sized.compute_sizes(size))) <= self._capacity
+
+        can_fit = partial(self._can_fit_synthetic, sized)
+        upper_bound = self._bisect_size(can_tensors_fit, bound)
+        likely_size = upper_bound - upper_bound // 8
+        fitting = likely_size if likely_size and can_fit(likely_size) else 0
+        return self._bisect_size(can_fit, upper_bound, fitting)
 
     def _can_fit_synthetic(self, sized: SizedEvents, size: int) -> bool:
         """Whether a step of a given size fits into the capacity, according to its interpolated events."""
-        return self._takes(sized.build_events(size)) <= self._capacity
+        return self._measure_peak(sized.build_events(size)) <= self._capacity
 
     def _lower_below_gaps(self, sized: SizedEvents, size: int) -> int:
         """Return `size`, or a smaller size if any sampled size between `size // 2` and `size` does not fit.
@@ -225,8 +246,9 @@ class BudgetSearch:
             size: Size that fits.
         """
         stride = max(1, size // (2 * _SAMPLES))
-        sizes = range(size - stride, size // 2, -stride)
-        return min((each - 1 for each in sizes if not self._can_fit_synthetic(sized, each)), default=size)
+        sampled = range(size - stride, size // 2, -stride)
+        too_large = [sample for sample in sampled if not self._can_fit_synthetic(sized, sample)]
+        return min(too_large) - 1 if too_large else size
 
     def _bisect_size(self, fits: Callable[[int], bool], limit: int, fitting: int = 0) -> int:
         """Return the largest size from `fitting` to `limit` for which `fits` returns True, found by bisection.
@@ -247,9 +269,9 @@ class BudgetSearch:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _can_fit(self, batch: int) -> bool:
+    def _can_fit(self, size: int) -> bool:
         """Whether a step of a given size fits into the capacity, according to a trace at exactly this size."""
-        return self._takes(self._at(batch)) <= self._capacity
+        return self._measure_peak(self._trace_events(size)) <= self._capacity
 
 
 @dataclass
@@ -293,28 +315,40 @@ class StepForecaster:
             batch_size: Samples per micro-batch.
             limit: Bytes that the process may use in total, or None if unknown. If it is None, no search runs.
             largest: Whether to search for the largest batch. Default: False.
-            longest: Options of the search for the longest sequence. None: no search. Default: None.
+            longest: Options of the search for the longest sequence at this batch size. None: no search. Default: None.
+
+        Raises:
+            ConfigError: If a user's own loop does not call backward, or makes too few updates.
+            LossError: If the loss is not a scalar with a gradient.
+            UnsupportedError: If the step cannot be traced. The message names the operation and the user's line.
         """
         began = time.perf_counter()
-        found = build_forecast(self.trace(batch_size), self.device, batch_size, limit, self.is_expandable)
+        forecast = build_forecast(self.trace(batch_size), self.device, batch_size, limit, self.is_expandable)
         if limit is not None:
             capacity = compute_allocator_limit(self.device, limit)
             if largest:
                 batch = self.find_largest_batch(capacity)
                 curve = self.compute_curve(_choose_curve_sizes(batch))
-                by_batch = tuple((size, estimate_use(self.device, taken)[2]) for size, taken in curve)
-                found = replace(found, largest_batch=batch, by_batch=by_batch)
+                by_batch = tuple((size, estimate_use(self.device, reserved).most) for size, reserved in curve)
+                forecast = replace(forecast, largest_batch=batch, by_batch=by_batch)
             if longest is not None:
-                found = replace(found, longest_sequence=self._find_longest_sequence(longest, batch_size, capacity))
-        return replace(found, num_traces=self.num_traces, seconds=time.perf_counter() - began)
+                length = self._find_longest_sequence(longest, batch_size, capacity)
+                forecast = replace(forecast, longest_sequence=length)
+        return replace(forecast, num_traces=self.num_traces, seconds=time.perf_counter() - began)
 
     def trace(self, batch_size: int) -> Trace:
-        """Trace a step at a batch size, or return the cached trace."""
+        """Trace a step at a batch size, or return the cached trace.
+
+        Raises:
+            ConfigError: If a user's own loop does not call backward, or makes too few updates.
+            LossError: If the loss is not a scalar with a gradient.
+            UnsupportedError: If the step cannot be traced. The message names the operation and the user's line.
+        """
         if batch_size not in self._traces:
             self._traces[batch_size] = self._trace_batch(partial(self.batch_fn, batch_size), f"{batch_size} samples")
         return self._traces[batch_size]
 
-    def find_largest_batch(self, capacity: int, limit: int = _ENDLESS) -> int:
+    def find_largest_batch(self, capacity: int, limit: int = _DEFAULT_LIMIT) -> int:
         """Return the largest batch size up to `limit` for which the allocator needs at most `capacity` bytes.
 
         Return 0 if not even one sample fits.
@@ -332,7 +366,7 @@ class StepForecaster:
         """
         return self._make_search(0).compute_curve(batches)
 
-    def _make_search(self, capacity: int, limit: int = _ENDLESS) -> BudgetSearch:
+    def _make_search(self, capacity: int, limit: int = _DEFAULT_LIMIT) -> BudgetSearch:
         return BudgetSearch(lambda size: self.trace(size).events, self._measure_reserved, capacity, limit)
 
     def _find_longest_sequence(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
@@ -350,14 +384,12 @@ class StepForecaster:
             return self._trace_batch(batch, f"{batch_size} x {length:,}").events
 
         limit = longest.limit // longest.multiple
-        return (
-            BudgetSearch(trace_events, self._measure_reserved, capacity, limit, degree=2).find_largest()
-            * longest.multiple
-        )
+        search = BudgetSearch(trace_events, self._measure_reserved, capacity, limit, degree=2)
+        return search.find_largest() * longest.multiple
 
-    def _trace_batch(self, batch: Callable[..., Any], shown: str) -> Trace:
+    def _trace_batch(self, batch: Callable[..., Any], description: str) -> Trace:
         self.num_traces += 1
-        logger.info("tracing a step of %s", shown)
+        logger.info("tracing a step of %s", description)
         return trace_step(
             self.model_fn,
             batch,
@@ -372,6 +404,7 @@ class StepForecaster:
 
     @pause_garbage_collection()
     def _measure_reserved(self, events: list[MemoryEvent]) -> int:
+        """Return the peak bytes that the allocator reserves, plus the bytes of an allocation that might not occur."""
         known, unsure = separate_unsure(events)
         return replay_on_device(known, self.device, self.is_expandable).reserved + unsure
 
@@ -383,4 +416,4 @@ def _choose_curve_sizes(largest: int) -> list[int]:
         largest: Largest batch size that fits, or 0 if none fits.
     """
     end = max(PROBE, largest + largest // 4)
-    return sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)})
+    return sorted({max(1, round(end * point / _CURVE_POINTS)) for point in range(1, _CURVE_POINTS + 1)})

@@ -33,9 +33,14 @@ from headway.forecasting.tracing.model_copy import BatchResizer, copy_model, cop
 from headway.forecasting.tracing.step import PRECISIONS, StepEngine, StepRecipe
 
 _REPLICATED = ("single", "ddp")
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Strategies with the full model on each rank. `Accelerator.forecast` supports no others."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables that configure torch's allocator. The first exists only in newer versions of torch."""
 _EXPANDABLE = "expandable_segments:true"
-_PADDED = "the batch's attention_mask masks something; if nothing is masked, transformers' models drop it and take less memory"
+_PADDING_CAVEAT = (
+    "the batch's attention_mask masks something; if nothing is masked, transformers' models drop it and take less "
+    "memory"
+)
 
 
 class _ModelWithForward(nn.Module):
@@ -50,40 +55,42 @@ class _ModelWithForward(nn.Module):
         return self._function(self.model, batch)
 
 
-def forecast_step(question: ForecastRequest, setting: TrainingSetup) -> Forecast:
+def forecast_step(request: ForecastRequest, setup: TrainingSetup) -> Forecast:
     """Return the memory forecast for a call of `Accelerator.forecast`, which documents the errors.
 
     Args:
-        question: Arguments of the `Accelerator.forecast` call.
-        setting: Settings of the Accelerator, such as precision and accumulation.
+        request: Arguments of the `Accelerator.forecast` call.
+        setup: Settings of the Accelerator, such as precision and accumulation.
     """
-    _check_request(question, setting)
-    target, limit = _resolve_target(question, setting.run.runtime)
-    rows = BatchResizer(question.batch)
-    recipe, caveats = _make_recipe(question, setting)
-    is_expandable = target.is_cuda and any(_EXPANDABLE in (env.get(name) or "").lower() for name in _ALLOCATOR)
+    _check_request(request, setup)
+    target, limit = _resolve_target(request, setup.run.runtime)
+    resizer = BatchResizer(request.batch)
+    recipe, caveats = _make_recipe(request, setup)
+    is_expandable = target.is_cuda and any(
+        _EXPANDABLE in (env.get(name) or "").lower() for name in _ALLOCATOR_VARIABLES
+    )
     step = StepForecaster(
-        partial(_copy_prepared_model, question, setting, rows),
-        partial(_make_batch, question, rows),
+        partial(_copy_prepared_model, request, setup, resizer),
+        partial(_make_batch, request, resizer),
         recipe,
         target,
         is_expandable=is_expandable,
-        spread=partial(_spread_replica, setting) if setting.run.strategy.name == "ddp" else None,
+        spread=partial(_spread_replica, setup) if setup.run.strategy.name == "ddp" else None,
     )
-    with ensure_untouched(question.model), torch.inference_mode(False), torch.enable_grad():
-        found = step.forecast(rows.num_rows, limit, question.largest)
-    if question.batch_fn is None:
-        caveats += rows.caveats
-    if rows.is_padded:
-        caveats += (_PADDED,)
+    with ensure_untouched(request.model), torch.inference_mode(False), torch.enable_grad():
+        found = step.forecast(resizer.num_rows, limit, request.largest)
+    if request.batch_fn is None:
+        caveats += resizer.caveats
+    if resizer.is_padded:
+        caveats += (_PADDING_CAVEAT,)
     return replace(found, caveats=(*found.caveats, *caveats))
 
 
-def _check_request(question: ForecastRequest, setting: TrainingSetup) -> None:
-    model, strategy, precision = question.model, setting.run.strategy.name, setting.run.precision.name
+def _check_request(request: ForecastRequest, setup: TrainingSetup) -> None:
+    model, strategy, precision = request.model, setup.run.strategy.name, setup.run.precision.name
     if not isinstance(model, nn.Module):
         raise ConfigError(f"forecast() got a {type(model).__name__} as its model; give the torch.nn.Module")
-    if question.loss is not None and question.forward is not None:
+    if request.loss is not None and request.forward is not None:
         raise ConfigError("forward= makes the loss itself, so loss= would not be called; give one of them")
     if strategy not in _REPLICATED:
         raise UnsupportedError(
@@ -95,84 +102,92 @@ def _check_request(question: ForecastRequest, setting: TrainingSetup) -> None:
             f"mixed_precision={precision!r} cannot be forecast yet; allowed: {', '.join(PRECISIONS)}"
         )
     refuse_compiled(model)
-    if setting.run.compilation.compiles:
+    if setup.run.compilation.compiles:
         raise UnsupportedError(
             "prepare() compiles the model (dynamo_backend), and the memory of compiled graphs is known only after they are "
             "compiled. Forecast with an Accelerator that does not compile; a compiled step usually needs less memory"
         )
-    places = list_dispatch_places(model, setting.run.runtime.device)
+    places = list_dispatch_places(model, setup.run.runtime.device)
     if places:
         raise UnsupportedError(
             f"{type(model).__name__} is spread over {', '.join(places)}, but a forecast is for one device; load it on one"
         )
 
 
-def _resolve_target(question: ForecastRequest, runtime: ProcessRuntime) -> tuple[Device, int | None]:
+def _resolve_target(request: ForecastRequest, runtime: ProcessRuntime) -> tuple[Device, int | None]:
     """Return the device to forecast for, and the bytes that the process may use on it.
 
     The bytes are None if no limit is known.
     """
-    if question.device is not None:
-        target = find_device(question.device)
-        return target, resolve_budget(target, question.budget)
+    if request.device is not None:
+        target = find_device(request.device)
+        return target, resolve_budget(target, request.budget)
     target = describe_present_device(runtime.hardware, runtime.device)
-    if question.budget is not None:
-        return target, resolve_budget(target, question.budget)
-    return target, measure_budget(runtime.hardware, runtime.device, target, _sum_held_bytes(question))
+    if request.budget is not None:
+        return target, resolve_budget(target, request.budget)
+    return target, measure_budget(runtime.hardware, runtime.device, target, _sum_held_bytes(request))
 
 
-def _sum_held_bytes(question: ForecastRequest) -> int:
+def _sum_held_bytes(request: ForecastRequest) -> int:
     """Return the bytes of the training's tensors that are already allocated.
 
     These are the tensors of the model, its gradients and the optimizer's state. A forecast includes them, so their
     memory counts as usable.
     """
-    allocated: list[torch.Tensor] = [*question.model.parameters(), *question.model.buffers()]
-    allocated += [parameter.grad for parameter in question.model.parameters() if parameter.grad is not None]
-    if isinstance(question.optimizer, torch.optim.Optimizer):
-        allocated += list_tensors([dict(state) for state in question.optimizer.state.values()])
-    plain = [each for each in allocated if not is_lazy(each) and not each.is_meta]
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in plain}.values())
+    allocated: list[torch.Tensor] = [*request.model.parameters(), *request.model.buffers()]
+    allocated += [parameter.grad for parameter in request.model.parameters() if parameter.grad is not None]
+    if isinstance(request.optimizer, torch.optim.Optimizer):
+        allocated += list_tensors([dict(state) for state in request.optimizer.state.values()])
+    storages = [each.untyped_storage() for each in allocated if not is_lazy(each) and not each.is_meta]
+    num_bytes = {storage._cdata: storage.nbytes() for storage in storages}  # tied tensors count once
+    return sum(num_bytes.values())
 
 
-def _make_recipe(question: ForecastRequest, setting: TrainingSetup) -> tuple[StepRecipe, tuple[str, ...]]:
-    given = question.optimizer
-    made: MakeOptimizer | None = None
+def _make_recipe(request: ForecastRequest, setup: TrainingSetup) -> tuple[StepRecipe, tuple[str, ...]]:
+    """Return the configuration of the steps to trace, and the caveats of the forecast that follow from it."""
+    optimizer = request.optimizer
+    make_optimizer: MakeOptimizer | None = None
     caveats: tuple[str, ...] = ()
-    if isinstance(given, torch.optim.Optimizer):
-        own = given.optimizer if isinstance(given, PreparedOptimizer) else given
-        made = partial(_copy_optimizer, own, question.model)
-    elif callable(given):
-        made = given
-    elif given is None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        unwrapped = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        make_optimizer = partial(_copy_optimizer, unwrapped, request.model)
+    elif callable(optimizer):
+        make_optimizer = optimizer
+    elif optimizer is None:
         caveats = ("no optimizer was given: neither its state nor the update is in the numbers",)
     else:
         raise ConfigError(
-            f"optimizer={given!r}; give the model's optimizer, or a function that makes one from parameters"
+            f"optimizer={optimizer!r}; give the model's optimizer, or a function that makes one from parameters"
         )
     recipe = StepRecipe(
-        made,
-        None if question.forward is not None else question.loss,
-        setting.run.precision.name if setting.run.options.autocast.enabled else "no",
+        make_optimizer,
+        loss=None if request.forward is not None else request.loss,
+        precision=setup.run.precision.name if setup.run.options.autocast.enabled else "no",
         # In the second micro-batch, gradients exist during forward. Further micro-batches need no more memory.
-        min(setting.run.windows.num_steps, 2),
-        question.max_norm,
-        loop=question.loop,
-        averages=_list_averages(question, setting),
+        accumulation=min(setup.run.windows.num_steps, 2),
+        max_norm=request.max_norm,
+        loop=request.loop,
+        averages=_list_averages(request, setup),
     )
     return recipe, caveats
 
 
-def _list_averages(question: ForecastRequest, setting: TrainingSetup) -> tuple[torch.dtype | None, ...]:
+def _list_averages(request: ForecastRequest, setup: TrainingSetup) -> tuple[torch.dtype | None, ...]:
     """Return the dtypes of the model's moving averages on the run's device, with None for the default dtype.
 
     Averages are an extension in a higher layer, so they are recognized by their attributes.
     """
-    given = question.model
-    model = unwrap_compiled(given.module if isinstance(given, nn.parallel.DistributedDataParallel) else given)
-    found = [each for each in setting.run.custom if getattr(each, "follows_model", False) and each.model is model]
-    place = setting.run.runtime.device.type
-    return tuple(each.dtype for each in found if all(tensor.device.type == place for tensor in each.list_tensors()))
+    model = request.model
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    model = unwrap_compiled(model)
+    averages = [each for each in setup.run.custom if getattr(each, "follows_model", False) and each.model is model]
+    device_type = setup.run.runtime.device.type
+    return tuple(
+        average.dtype
+        for average in averages
+        if all(tensor.device.type == device_type for tensor in average.list_tensors())
+    )
 
 
 def _copy_optimizer(
@@ -181,31 +196,31 @@ def _copy_optimizer(
     return copy_optimizer(optimizer, [each for each in model.parameters() if each.requires_grad], copies)
 
 
-def _copy_prepared_model(question: ForecastRequest, setting: TrainingSetup, rows: BatchResizer) -> nn.Module:
+def _copy_prepared_model(request: ForecastRequest, setup: TrainingSetup, resizer: BatchResizer) -> nn.Module:
     """Return a copy of the model without values, changed in the same way as `prepare()` would change the model.
 
     Args:
-        question: Arguments of the `Accelerator.forecast` call.
-        setting: Settings of the Accelerator.
-        rows: Function that returns a batch with any number of rows.
+        request: Arguments of the `Accelerator.forecast` call.
+        setup: Settings of the Accelerator.
+        resizer: Function that returns a batch with any number of rows.
     """
-    made = copy_model(question.model)
-    setting.recompute(question.model, made)
-    if setting.run.options.autocast.half_residual:
-        halve_embeddings(made)  # changes nothing if prepare() has already done so
-    if not rows.is_padded and not rows.is_packed and hasattr(made, "set_attn_implementation"):
-        made = skip_causal_mask(made)
-        if rows.is_padded is False:
-            drop_masks(made)
-    return made if question.forward is None else _ModelWithForward(made, question.forward)
+    model = copy_model(request.model)
+    setup.recompute(request.model, model)
+    if setup.run.options.autocast.half_residual:
+        halve_embeddings(model)  # changes nothing if prepare() has already done so
+    if not resizer.is_padded and not resizer.is_packed and hasattr(model, "set_attn_implementation"):
+        model = skip_causal_mask(model)
+        if resizer.is_padded is False:  # None: the batch has no mask, so there is none to drop
+            drop_masks(model)
+    return model if request.forward is None else _ModelWithForward(model, request.forward)
 
 
 @contextmanager
-def _spread_replica(setting: TrainingSetup, model: nn.Module) -> Iterator[StepEngine]:
-    yield make_replica(model, setting.run.options.ddp)
+def _spread_replica(setup: TrainingSetup, model: nn.Module) -> Iterator[StepEngine]:
+    yield make_replica(model, setup.run.options.ddp)
 
 
-def _make_batch(question: ForecastRequest, rows: BatchResizer, size: int) -> Any:
-    made = rows(size) if question.batch_fn is None else question.batch_fn(size)
-    # `_ModelWithForward` takes the batch as one argument, whatever its type.
-    return made if question.forward is None else (made, None)
+def _make_batch(request: ForecastRequest, resizer: BatchResizer, size: int) -> Any:
+    batch = resizer(size) if request.batch_fn is None else request.batch_fn(size)
+    # The model is called with the first element of a pair. `_ModelWithForward` takes the whole batch as one argument.
+    return batch if request.forward is None else (batch, None)

@@ -16,12 +16,12 @@ from headway.core.training.forecast_types import Loop, Loss
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.device.devices import compute_allocator_limit, find_device, resolve_budget
 from headway.forecasting.forecaster import PROBE, StepForecaster
-from headway.forecasting.tracing.step import PRECISIONS, STEPS, StepRecipe
+from headway.forecasting.tracing.step import NUM_UPDATES, PRECISIONS, StepRecipe
 from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
 from headway.planning.dry_run.trial import can_repeat_blocks
 from headway.planning.forecast import Recompute, make_model, make_preparation
-from headway.planning.layouts import place_rank
+from headway.planning.layouts import make_fake_rank
 from headway.planning.optimizers import Optimizer, resolve_optimizer
 
 _FITTING = {True: 0, None: 1, False: 2}
@@ -134,13 +134,13 @@ def cheapest(
             device=target,
             prepare=prepare,
             is_expandable=expandable_segments,
-            spread=place_rank(
+            spread=make_fake_rank(
                 "ddp",
                 num_ranks=1,
                 options=options,
                 precision=precision,
                 machine_ranks=1,
-                computes_on="cuda" if target.is_cuda else "cpu",
+                device_type="cuda" if target.is_cuda else "cpu",
             ),
             counts_work=True,
             can_repeat=can_repeat_blocks(options),
@@ -221,7 +221,7 @@ def _compute_update_work(traced: Trace, accumulated: int, accumulation: int) -> 
         accumulated: Number of micro-batches in the traced step.
         accumulation: Number of micro-batches in the update.
     """
-    of = [traced.work.get(f"step {STEPS} {part}", StepWork()) for part in ("forward", "backward", "update")]
+    of = [traced.work.get(f"step {NUM_UPDATES} {part}", StepWork()) for part in ("forward", "backward", "update")]
     return (of[0] + of[1]) * (accumulation / accumulated) + of[2]
 
 

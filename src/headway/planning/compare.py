@@ -21,7 +21,7 @@ from headway.forecasting.tracing.attention_masks import POSITIONS, skip_causal_m
 from headway.forecasting.tracing.step import check_precision
 from headway.planning.costs import ClusterRates, compute_cost
 from headway.planning.dry_run.drive import BatchStep, Step
-from headway.planning.dry_run.fake_group import PeerAnswers, require_no_group
+from headway.planning.dry_run.fake_group import PeerObjects, require_no_group
 from headway.planning.dry_run.meter import MeteredCollective, Volume
 from headway.planning.dry_run.trial import (
     StepDryRun,
@@ -132,7 +132,7 @@ def plan(
     make = partial(_make_unmasked, make, step)
 
     def run_trial(
-        rank: int, peer_answers: PeerAnswers | None = None, make: Callable[[], nn.Module] = make
+        rank: int, peer_objects: PeerObjects | None = None, make: Callable[[], nn.Module] = make
     ) -> StepDryRun:
         return dry_run_rank(
             make,
@@ -143,7 +143,7 @@ def plan(
             precision=precision,
             options=options,
             machine_ranks=machine_ranks,
-            peer_answers=peer_answers,
+            peer_objects=peer_objects,
             device=_CARD,
         )
 

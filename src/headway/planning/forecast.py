@@ -23,7 +23,7 @@ from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.dry_run.script import dry_run_script
 from headway.planning.dry_run.trial import can_repeat_blocks
 from headway.planning.dry_run.updates import find_fullest_owner
-from headway.planning.layouts import FakeRank, place_rank
+from headway.planning.layouts import FakeRank, make_fake_rank
 from headway.planning.optimizers import Optimizer, resolve_optimizer
 from headway.planning.optimizers import list_caveats as of_optimizer
 
@@ -240,8 +240,10 @@ def _make_rank(
         raise ConfigError(
             f"strategy={strategy!r} and ranks={ranks!r}: give both, as in strategy='fsdp', ranks=8; for one process neither"
         )
-    computes_on = "cuda" if target.is_cuda else "cpu"
-    return place_rank(strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, computes_on)
+    device_type = "cuda" if target.is_cuda else "cpu"
+    return make_fake_rank(
+        strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, device_type
+    )
 
 
 def _make_first_batch(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> Any:

@@ -27,7 +27,7 @@ from headway.forecasting.tracing.buckets import make_replica
 from headway.forecasting.tracing.compiled import refuse_compiled
 from headway.forecasting.tracing.step import StepEngine
 from headway.planning._torch import FakeTensor, disable_current_modes
-from headway.planning.dry_run.fake_group import KeepRealTensors, run_as_rank, spread_model
+from headway.planning.dry_run.fake_group import RealTensorMode, run_as_rank, spread_model
 from headway.planning.dry_run.updates import DryRunUpdates
 
 _OFFLOADED = (
@@ -116,7 +116,7 @@ class ShardedEngine(StepEngine):
 
     def make_modes(self) -> Iterable[AbstractContextManager[Any]]:
         """Return a list with the dispatch mode in which real tensors, such as a mesh's ranks, keep their values."""
-        return [KeepRealTensors()]  # type: ignore[no-untyped-call]
+        return [RealTensorMode()]  # type: ignore[no-untyped-call]
 
     def run_micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
         """Return the strategy's context for a micro-batch.
@@ -176,7 +176,7 @@ class FakeRank:
         options: Options of the engines.
         precision: "no", "bf16" or "fp16".
         machine_ranks: Ranks per machine.
-        computes_on: Type of the device to forecast for: "cuda" or "cpu".
+        device_type: Type of the device to forecast for: "cuda" or "cpu".
         rank: Number of the rank.
     """
 
@@ -185,7 +185,7 @@ class FakeRank:
     options: EngineOptions
     precision: str
     machine_ranks: int
-    computes_on: str
+    device_type: str
     rank: int = 0
 
     @contextmanager
@@ -207,7 +207,7 @@ class FakeRank:
     @contextmanager
     def _spread_model(self, model: nn.Module) -> Iterator[StepEngine]:
         if self.layout.is_replicas_only:
-            spread_model(model, None, self.options, self.computes_on)
+            spread_model(model, None, self.options, self.device_type)
             yield StepEngine(model) if self.layout.num_ranks == 1 else make_replica(model, self.options.ddp)
             return
         with run_as_rank(
@@ -217,7 +217,7 @@ class FakeRank:
             machine_ranks=self.machine_ranks,
             precision=self.precision,
             options=self.options,
-            computes_on=self.computes_on,
+            device_type=self.device_type,
         ) as strategy:
             assert strategy is not None
             yield ShardedEngine(model, strategy, self.options)
@@ -239,7 +239,7 @@ class FakeRank:
             found.append(
                 "ep: tokens are spread evenly over the experts here; in a run, a rank that is sent more of them takes more"
             )
-        if self.computes_on != "cpu":
+        if self.device_type != "cpu":
             found.append("NCCL's own buffers are not counted")
         hooks = (self.options.ddp.comm_hook, self.options.ddp.comm_wrapper)
         if self.layout.is_replicas_only and any(hook is not DDPCommunicationHookType.NO for hook in hooks):
@@ -247,8 +247,8 @@ class FakeRank:
         return found
 
 
-def place_rank(
-    strategy: str, num_ranks: int, options: EngineOptions, precision: str, machine_ranks: int, computes_on: str
+def make_fake_rank(
+    strategy: str, num_ranks: int, options: EngineOptions, precision: str, machine_ranks: int, device_type: str
 ) -> FakeRank:
     """Return rank 0 of a layout, on which a step is traced for a forecast.
 
@@ -258,7 +258,7 @@ def place_rank(
         options: Options of the engines.
         precision: "no", "bf16" or "fp16".
         machine_ranks: Ranks per machine.
-        computes_on: Type of the device to forecast for: "cuda" or "cpu".
+        device_type: Type of the device to forecast for: "cuda" or "cpu".
 
     Raises:
         ConfigError: If the layout's sizes do not divide the ranks, or a number is invalid.
@@ -281,4 +281,4 @@ def place_rank(
         raise UnsupportedError(
             "ShardingOptions(cpu_offload=True) cannot be forecast: a trace does not tell host memory from the device's; leave it out"
         )
-    return FakeRank(strategy, layout, options, precision, machine_ranks, computes_on)
+    return FakeRank(strategy, layout, options, precision, machine_ranks, device_type)

@@ -187,7 +187,7 @@ def resolve_optimizer(optimizer: Optimizer) -> MakeOptimizer | None:
     return _MAKERS[optimizer]
 
 
-def list_parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+def list_inner_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
     """Return the inner optimizers of a `MuonAndAdamW`, which a run would prepare separately.
 
     Return a list with only the given optimizer for any other class.
@@ -195,7 +195,7 @@ def list_parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
     return optimizer.parts if isinstance(optimizer, MuonAndAdamW) else [optimizer]
 
 
-def reads_elements(optimizer: Optimizer) -> bool:
+def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known by its name to update each element of a parameter separately."""
     return isinstance(optimizer, str) and optimizer not in _READ_MATRICES
 

@@ -11,7 +11,7 @@ from headway.common.text import format_bytes, format_columns, format_number
 from headway.core.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
 from headway.planning.dry_run.states import StateBytes
-from headway.planning.dry_run.trial import RankGroups, StepDryRun, TensorShare
+from headway.planning.dry_run.trial import RankGroups, StepDryRun, TensorSharding
 
 NOT_COUNTED = "not counted"
 """Text in place of a number that was not counted."""
@@ -79,7 +79,7 @@ class RankShares:
     def __init__(
         self,
         layout: Layout,
-        cut: Iterable[TensorShare],
+        cut: Iterable[TensorSharding],
         states: Iterable[StateBytes],
         buffers: Sequence[int],
         at_peak: Sequence[int] = (),
@@ -120,7 +120,7 @@ class RankShares:
         self.thinnest = min(gaps) if gaps else None
         self.saved = CheckpointSize(int((written > 0).sum()), round(float(written.sum())), round(float(written.max())))
 
-    def _count_written(self, piece: TensorShare, num_bytes: torch.Tensor) -> torch.Tensor:
+    def _count_written(self, piece: TensorSharding, num_bytes: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a parameter that each rank writes to a checkpoint, as a tensor of shape (num_ranks,).
 
         Args:
@@ -307,7 +307,7 @@ def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], toke
 
 def _join_trials(
     layout: Layout, trials: Sequence[StepDryRun]
-) -> tuple[tuple[TensorShare, ...], tuple[StateBytes, ...]]:
+) -> tuple[tuple[TensorSharding, ...], tuple[StateBytes, ...]]:
     """Merge the parameters of all pipeline stages' dry runs.
 
     Args:
@@ -318,7 +318,7 @@ def _join_trials(
         The parameters, each with the stages that have it, and the optimizer state of each parameter.
     """
     on: dict[str, set[int]] = {}
-    found: dict[str, tuple[TensorShare, StateBytes | None]] = {}
+    found: dict[str, tuple[TensorSharding, StateBytes | None]] = {}
     for place, trial in enumerate(trials):
         for index, piece in enumerate(trial.pieces):
             on.setdefault(piece.name, set()).add(place)

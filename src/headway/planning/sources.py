@@ -204,7 +204,7 @@ def _make_step(
         if not isinstance(size, int):
             return None, 0, "no batch: the config does not give the image size"
         shown = f"{batch} image(s) of {size} x {size}"
-        return BatchOfModel(batch, (channels, size, size), (kind,), per_sample=of_samples), 0, shown
+        return TransformersStep(batch, (channels, size, size), (kind,), per_sample=of_samples), 0, shown
     if kind != "input_ids":
         return None, 0, f"no batch: {type(model).__name__} takes {kind or 'unknown inputs'}"
     limit = getattr(config, "max_position_embeddings", None)
@@ -215,7 +215,7 @@ def _make_step(
             f"{where}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
             f"{limit} or less"
         )
-    step = BatchOfModel(batch, (length,), (kind, *of_tokens), limit or _ENDLESS, of_samples)
+    step = TransformersStep(batch, (length,), (kind, *of_tokens), limit or _ENDLESS, of_samples)
     return step, batch * length, f"{batch} x {length:,} tokens"
 
 
@@ -231,7 +231,7 @@ def _name_second_input(model: nn.Module) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class BatchOfModel:
+class TransformersStep:
     """Training step of a transformers model, with a batch of zeros of a given shape.
 
     Attributes:
@@ -286,7 +286,7 @@ def parse_lora_rank(text: str) -> int:
     return int(number)
 
 
-def make_trainable(
+def make_forecast_functions(
     source: ModelSource,
     attention: str | None = None,
     dtype: str | None = None,
@@ -310,7 +310,7 @@ def make_trainable(
         OptionalDependencyMissing: If PEFT, or bitsandbytes for int4, is not installed.
     """
     step = source.step
-    if not isinstance(step, BatchOfModel):
+    if not isinstance(step, TransformersStep):
         raise ConfigError(
             f"{source.title}: {source.batch}; a forecast on the command line needs a transformers model of tokens or images. "
             "From Python, headway.forecast(model_fn, batch_fn) takes any"
@@ -382,7 +382,7 @@ def make_length_search(source: ModelSource) -> LongestSequence:
         ConfigError: If the model's inputs are not tokens.
     """
     step = source.step
-    if not isinstance(step, BatchOfModel) or not step.longest:
+    if not isinstance(step, TransformersStep) or not step.longest:
         raise ConfigError(f"{source.title}: {source.batch}; only a model of tokens has a longest sequence")
     return LongestSequence(lambda size, length: replace(step, batch=size, shape=(length,)).inputs(), step.longest)
 

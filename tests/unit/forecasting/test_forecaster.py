@@ -40,7 +40,7 @@ def test_two_traces_give_every_size():
 
 def test_different_sequences_are_detected():
     assert not is_same_sequence(make_step(8), make_step(9)[:-1])
-    assert not is_same_sequence(make_step(1), [event._replace(what="other") for event in make_step(1)])
+    assert not is_same_sequence(make_step(1), [event._replace(operation="other") for event in make_step(1)])
 
 
 def make_attention(length):

@@ -337,7 +337,7 @@ def test_calibrated_gpu_uses_the_measured_values(monkeypatch, tmp_path, product,
     record = CalibrationRecord(product, memory, capability, 123 << 20, 16 << 20, "2.13.0", "2026-11-23")
     calibration.write_record(tmp_path / calibration.FILE_NAME, name_card(product, memory), record)
     found = describe_present_device(simulate_gpu(product, memory, capability), torch.device("cuda:0"))
-    assert found.overhead[1] == 123 << 20
+    assert found.overhead.likely == 123 << 20
     assert "2026-11-23" in found.source
 
 
@@ -346,7 +346,7 @@ def test_free_memory_excludes_that_of_other_programs(monkeypatch):
     card = simulate_gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), reserved=6 * GIB, allocated=5 * GIB)
     target = describe_present_device(card, torch.device("cuda:0"))
     left = measure_budget(card, torch.device("cuda:0"), target, held=2 * GIB)
-    assert left == 10 * GIB + (6 - 3) * GIB + target.overhead[0], "3 GiB belong to other models"
+    assert left == 10 * GIB + (6 - 3) * GIB + target.overhead.least, "3 GiB belong to other models"
     with pytest.raises(UnsupportedError, match="'mps'"):
         describe_present_device(SimpleNamespace(kind="mps"), torch.device("mps"))
 

@@ -12,7 +12,7 @@ from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.planning import compare
 from headway.planning.compare import compare_layouts, list_candidates, plan
 from headway.planning.costs import ClusterRates, StageTimeline, compute_cost, simulate_stages
-from headway.planning.dry_run.fake_group import AnswerNotReady
+from headway.planning.dry_run.fake_group import ObjectNotReady
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, name_axes
 from headway.planning.dry_run.trial import dry_run_stages
 from headway.planning.optimizers import resolve_optimizer
@@ -172,8 +172,8 @@ def test_stages_that_wait_for_each_other_are_a_row(monkeypatch):
             return plan(chain, "ddp", 2, step=chain_loss)
         return dry_run_stages(Layout(pp=2), wait_for_peers) if strategy == "pp=2" else plan(chain, strategy, 2)
 
-    def wait_for_peers(rank, peer_answers):
-        raise AnswerNotReady
+    def wait_for_peers(rank, peer_objects):
+        raise ObjectNotReady
 
     def compute(found, cluster):
         if found.exchanges is None:

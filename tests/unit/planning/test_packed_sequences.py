@@ -8,7 +8,7 @@ import torch
 
 import headway
 from headway.errors import ConfigError
-from headway.planning.sources import find_source, make_trainable
+from headway.planning.sources import find_source, make_forecast_functions
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -23,7 +23,7 @@ def make_batch(size: int) -> dict[str, Any]:
 def test_forecast_includes_the_mask(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**SIZES, vocab_size=100, use_cache=False)
     config.save_pretrained(tmp_path)
-    make, batch, loss = make_trainable(find_source(str(tmp_path), 4, 256), is_packed=True)
+    make, batch, loss = make_forecast_functions(find_source(str(tmp_path), 4, 256), is_packed=True)
     found = headway.forecast(make, batch, loss=loss, device="cpu", batch_size=4, largest=False)
     expected = headway.forecast(
         lambda: transformers.LlamaForCausalLM(config), make_batch, device="cpu", batch_size=4, largest=False
@@ -34,4 +34,4 @@ def test_forecast_includes_the_mask(tmp_path: Path) -> None:
 def test_model_without_positions_is_an_error() -> None:
     source = find_source("mamba", 1, 16)
     with pytest.raises(ConfigError, match="takes no position_ids"):
-        make_trainable(source, is_packed=True)
+        make_forecast_functions(source, is_packed=True)

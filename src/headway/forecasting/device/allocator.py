@@ -54,16 +54,16 @@ class MemoryEvent(NamedTuple):
     Attributes:
         key: Identifier of the memory, shared by the allocation and the release. Every allocation has a new one.
         num_bytes: Bytes allocated. Negative for a release.
-        what: Operation that requested the memory.
-        where: User's source line that requested the memory, such as "train.py:12 in main". Empty if unknown.
+        operation: Operation that requested the memory.
+        source_line: User's source line that requested the memory, such as "train.py:12 in main". Empty if unknown.
         kind: Use of the memory, one of `KINDS`.
         stream: CUDA stream of the allocation. 0 is the stream that computes.
     """
 
     key: int
     num_bytes: int
-    what: str = ""
-    where: str = ""
+    operation: str = ""
+    source_line: str = ""
     kind: str = "temporaries"
     stream: int = 0
 
@@ -74,7 +74,7 @@ def separate_unsure(events: list[MemoryEvent]) -> tuple[list[MemoryEvent], int]:
     Returns:
         The remaining events, and the bytes of the removed event. The bytes are 0 if no event was removed.
     """
-    if events and events[-1].what == UNSURE:
+    if events and events[-1].operation == UNSURE:
         return events[:-1], events[-1].num_bytes
     return events, 0
 
@@ -129,15 +129,15 @@ class _Block:
 class _Pool:
     """Pool of free blocks on one stream, for either small or large requests."""
 
-    page: int
+    page_bytes: int
     """Number of bytes by which an expandable segment of this pool grows at a time."""
-    rest: int
+    min_remainder: int
     """Minimum number of bytes that a split must leave over. A block with a smaller remainder is not split."""
     free: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of (size, address) of the free blocks, in ascending order."""
     blocks: dict[int, _Block] = field(default_factory=dict)
     """Free blocks, by address."""
-    last: _Block | None = None
+    end_block: _Block | None = None
     """Highest block of the expandable segment, the only one that can grow."""
 
     def add_block(self, block: _Block) -> None:
@@ -167,7 +167,7 @@ class _Pool:
 
     def _compute_reach(self, block: _Block) -> int:
         """Return the block's size in bytes, plus the bytes by which it can grow in an expandable segment."""
-        return block.size + (_ENDLESS if block is self.last else 0)
+        return block.size + (_ENDLESS if block is self.end_block else 0)
 
 
 def round_to_block(num_bytes: int) -> int:
@@ -254,48 +254,52 @@ class Allocator:
         pool = self._pools.get((stream, is_small))
         if pool is None:
             # Large blocks of an expandable segment are split as finely as blocks of the small pool.
-            rest = MIN_BLOCK if is_small or self._expandable else SMALL + 1
-            pool = _Pool(SMALL_SEGMENT if is_small else LARGE_SEGMENT, rest)
+            min_remainder = MIN_BLOCK if is_small or self._expandable else SMALL + 1
+            pool = _Pool(SMALL_SEGMENT if is_small else LARGE_SEGMENT, min_remainder)
             self._pools[stream, is_small] = pool
         return pool
 
     def _reserve_segment(self, pool: _Pool, size: int) -> _Block:
-        taken = compute_segment_size(size)
-        self.reserved += taken
-        self._next_address += taken
-        return _Block(self._next_address - taken, taken, pool)
+        num_bytes = compute_segment_size(size)
+        block = _Block(self._next_address, num_bytes, pool)
+        self.reserved += num_bytes
+        self._next_address += num_bytes
+        return block
 
     def _grow_segment(self, pool: _Pool, size: int) -> _Block:
         """Add pages to an expandable segment, and return a free block of at least `size` bytes at its end.
 
         If the last block of the segment is free, that block grows. Otherwise a new block is added after it.
         """
-        last = pool.last
-        room = last.size if last is not None and last.is_free else 0
-        pages = -(-(size - room) // pool.page) * pool.page
-        self.reserved += pages
-        if last is not None and room:
-            pool.remove_block(last)
-            last.size += pages
-            return last
-        block = _Block(0 if last is None else last.address + last.size, pages, pool, before=last)
-        if last is not None:
-            last.after = block
-        pool.last = block
+        end_block = pool.end_block
+        free_bytes = end_block.size if end_block is not None and end_block.is_free else 0
+        num_pages = -(-(size - free_bytes) // pool.page_bytes)
+        added_bytes = num_pages * pool.page_bytes
+        self.reserved += added_bytes
+        if end_block is not None and free_bytes:
+            pool.remove_block(end_block)
+            end_block.size += added_bytes
+            return end_block
+        address = 0 if end_block is None else end_block.address + end_block.size
+        block = _Block(address, added_bytes, pool, before=end_block)
+        if end_block is not None:
+            end_block.after = block
+        pool.end_block = block
         return block
 
     def _split_block(self, block: _Block, size: int) -> None:
-        left = block.size - size
-        if left < block.pool.rest:
+        """Shrink `block` to `size` bytes, and add the remainder to the pool, unless the remainder is too small."""
+        remaining_bytes = block.size - size
+        if remaining_bytes < block.pool.min_remainder:
             return
-        rest = _Block(block.address + size, left, block.pool, before=block, after=block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        elif block.pool.last is block:
-            block.pool.last = rest
-        block.after = rest
+        remainder = _Block(block.address + size, remaining_bytes, block.pool, before=block, after=block.after)
+        if remainder.after is not None:
+            remainder.after.before = remainder
+        elif block.pool.end_block is block:
+            block.pool.end_block = remainder
+        block.after = remainder
         block.size = size
-        block.pool.add_block(rest)
+        block.pool.add_block(remainder)
 
     @staticmethod
     def _merge_blocks(block: _Block, other: _Block) -> None:
@@ -310,8 +314,8 @@ class Allocator:
             if block.after is not None:
                 block.after.before = block
         block.size += other.size
-        if block.pool.last is other:
-            block.pool.last = block
+        if block.pool.end_block is other:
+            block.pool.end_block = block
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,10 @@ def size_efficient_backward(args: tuple[Any, ...]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class AttentionKernel:
+class AttentionRules:
     """Rules by which torch chooses an attention kernel on a CUDA device, as in `torch._fused_sdp_choice`.
+
+    They assume that no kernel is disabled, for example by `torch.nn.attention.sdpa_kernel`.
 
     Attributes:
         capability: Compute capability of the device.
@@ -97,7 +99,13 @@ class AttentionKernel:
     version: tuple[int, ...]
 
     def choose_kernel(
-        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool, trains: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        mask: torch.Tensor | None,
+        p: float,
+        causal: bool,
+        needs_grad: bool,
     ) -> str:
         """Return the name of the kernel for an attention call: "cudnn", "flash", "efficient" or "math".
 
@@ -107,50 +115,55 @@ class AttentionKernel:
             mask: Attention mask, or None.
             p: Dropout probability.
             causal: Whether the attention is causal.
-            trains: Whether any input needs a gradient.
+            needs_grad: Whether query, key or value needs a gradient.
         """
-        width, is_half = query.shape[-1], query.dtype in HALVES
+        head_size, is_half = query.shape[-1], query.dtype in HALVES
         if (
             query.dim() != 4
-            or width != key.shape[-1]
+            or head_size != key.shape[-1]
             or 0 in query.shape
             or query.dtype not in (*HALVES, torch.float32)
         ):
             return "math"
-        if is_half and self._can_use_cudnn(width, mask, p, trains):
+        if is_half and self._can_use_cudnn(head_size, mask, p, needs_grad):
             return "cudnn"
-        has_tensor_cores = self.capability >= (8, 0)
-        fits = width <= FLASH_MAX_HEAD and not (causal and query.shape[2] != key.shape[2])
-        if has_tensor_cores and is_half and mask is None and fits:
+        is_ampere_or_later = self.capability >= (8, 0)
+        # Causal FlashAttention aligns the last query with the last key. torch's causal mask aligns the first ones.
+        is_causal_cross_attention = causal and query.shape[2] != key.shape[2]
+        can_use_flash = is_ampere_or_later and is_half and mask is None and head_size <= FLASH_MAX_HEAD
+        if can_use_flash and not is_causal_cross_attention:
             return "flash"
-        aligned = 16 // query.element_size() if has_tensor_cores or is_half else 1
-        is_refused = query.shape[1] != key.shape[1] and self.version < (2, 14)
-        if width % aligned or is_refused or (query.dtype == torch.bfloat16 and not has_tensor_cores):
+        # Matrix products on tensor cores need rows that are aligned to 16 bytes. Before 8.0, only half precision uses them.
+        alignment = 16 // query.element_size() if is_ampere_or_later or is_half else 1
+        has_unsupported_groups = query.shape[1] != key.shape[1] and self.version < (2, 14)
+        has_unsupported_dtype = query.dtype == torch.bfloat16 and not is_ampere_or_later
+        if head_size % alignment or has_unsupported_groups or has_unsupported_dtype:
             return "math"
         return "efficient"
 
-    def _can_use_cudnn(self, width: int, mask: torch.Tensor | None, p: float, trains: bool) -> bool:
+    def _can_use_cudnn(self, head_size: int, mask: torch.Tensor | None, p: float, needs_grad: bool) -> bool:
         """Whether torch would choose cuDNN's attention kernel for half-precision inputs.
 
         Args:
-            width: Head size.
+            head_size: Head size.
             mask: Attention mask, or None.
             p: Dropout probability.
-            trains: Whether any input needs a gradient.
+            needs_grad: Whether query, key or value needs a gradient.
         """
-        if self.capability not in ((9, 0), (10, 0)) or width % 8 or width > FLASH_MAX_HEAD:
+        if self.capability not in ((9, 0), (10, 0)) or head_size % 8 or head_size > FLASH_MAX_HEAD:
             return False
         if mask is not None and mask.requires_grad:
             return False
-        has_dropout = p > 0 and self.version >= (2, 12)
-        return not has_dropout and not (trains and 128 < width < FLASH_MAX_HEAD and self.version >= (2, 14))
+        refuses_dropout = p > 0 and self.version >= (2, 12)
+        refuses_head_size = needs_grad and 128 < head_size < FLASH_MAX_HEAD and self.version >= (2, 14)
+        return not refuses_dropout and not refuses_head_size
 
 
-def make_attention(choice: AttentionKernel | None) -> Callable[..., Any]:
+def make_attention(rules: AttentionRules | None) -> Callable[..., Any]:
     """Return an attention function that traces fake tensors through the kernel that the target device would use.
 
     Args:
-        choice: Rules that choose the kernel on a CUDA device, or None for a CPU. For a CPU, the returned function
+        rules: Rules that choose the kernel on a CUDA device, or None for a CPU. For a CPU, the returned function
             selects the fused kernel itself, because torch would not select it for fake tensors.
     """
     aten = torch.ops.aten
@@ -166,15 +179,15 @@ def make_attention(choice: AttentionKernel | None) -> Callable[..., Any]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
         if not isinstance(query, TRACED):
             kernel = "plain"
-        elif choice is None:
+        elif rules is None:
             kernel = _choose_cpu_kernel(query, key, value, mask, p, enable_gqa)
         elif any(each.stride(-1) != 1 for each in (query, key, value)):
             kernel = "math"
         else:
-            kernel = choice.choose_kernel(query, key, mask, p, causal, trains)
+            kernel = rules.choose_kernel(query, key, mask, p, causal, needs_grad)
             if kernel == "flash" and value.shape[-1] != key.shape[-1]:
                 kernel = "efficient"
         if kernel == "plain":
@@ -190,15 +203,17 @@ def make_attention(choice: AttentionKernel | None) -> Callable[..., Any]:
             fused = aten._scaled_dot_product_flash_attention_for_cpu
             return fused(query, key, value, p, causal, attn_mask=mask, scale=scale)[0]
         if kernel == "flash":
-            width = query.shape[-1]
-            pad = torch.nn.functional.pad
-            query, key, value = (pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value))
-            scale = width**-0.5 if scale is None else scale
-            return aten._scaled_dot_product_flash_attention(query, key, value, p, causal, False, scale=scale)[0][
-                ..., :width
-            ]
+            # The kernel needs a head size that is a multiple of 8. The scale must be that of the unpadded size.
+            head_size = query.shape[-1]
+            if head_size % 8:
+                padding = (0, -head_size % 8)
+                query, key, value = (torch.nn.functional.pad(each, padding) for each in (query, key, value))
+            scale = head_size**-0.5 if scale is None else scale
+            flash = aten._scaled_dot_product_flash_attention
+            outputs = flash(query, key, value, p, causal, False, scale=scale)[0]
+            return outputs[..., :head_size]
         fused = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
-        return fused(query, key, value, mask, trains, p, causal, scale=scale)[0]
+        return fused(query, key, value, mask, needs_grad, p, causal, scale=scale)[0]
 
     return compute_attention
 
@@ -210,10 +225,12 @@ def _choose_cpu_kernel(
 
     The choice is left to torch if there is dropout, or if the fused kernel does not support the shapes or strides.
     """
-    is_alike = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    has_heads = query.dim() == 4 and (query.shape[1] == key.shape[1] or enable_gqa)
-    is_aligned = all(each.stride(-1) == 1 for each in (query, key, value))
-    if not (is_alike and has_heads and is_aligned) or p > 0:
+    if query.dim() != 4 or p > 0:
+        return "plain"
+    has_equal_head_sizes = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    has_supported_groups = query.shape[1] == key.shape[1] or enable_gqa
+    has_contiguous_heads = all(each.stride(-1) == 1 for each in (query, key, value))
+    if not (has_equal_head_sizes and has_supported_groups and has_contiguous_heads):
         return "plain"
     return "math" if mask is not None and mask.requires_grad else "cpu"
 

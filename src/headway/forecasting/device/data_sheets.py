@@ -14,7 +14,26 @@ of the TFLOP/s are:
   TF32.
 """
 
-DATA_SHEETS: dict[str, tuple[float | None, float | None, float | None, float]] = {
+from typing import NamedTuple
+
+
+class PeakTeraflops(NamedTuple):
+    """Peak TFLOP/s of a GPU in matrix products, by number format. None if the GPU has no hardware for the format.
+
+    Attributes:
+        bf16: In bfloat16, accumulated in float32.
+        fp16: In float16, accumulated in float32.
+        tf32: In float32 with TF32 enabled.
+        fp32: In float32 without TF32.
+    """
+
+    bf16: float | None
+    fp16: float | None
+    tf32: float | None
+    fp32: float
+
+
+_TABLE: dict[str, tuple[float | None, float | None, float | None, float]] = {
     "B200": (2250.0, 2250.0, 1125.0, 75.0),
     "H200 NVL": (835.5, 835.5, 417.5, 60.0),
     "H200": (989.5, 989.5, 494.5, 67.0),
@@ -41,7 +60,10 @@ DATA_SHEETS: dict[str, tuple[float | None, float | None, float | None, float]] =
     "MI250X": (383.0, 383.0, None, 95.7),
     "MI210": (181.0, 181.0, None, 45.3),
 }
-"""Peak TFLOP/s of each GPU in (bf16, fp16, tf32, fp32), by a part of the device's name.
+"""Rows of `DATA_SHEETS`, as TFLOP/s in bf16, fp16, tf32 and fp32."""
 
-The first key that the device's name contains is used. None means that the device has no hardware for the format.
+DATA_SHEETS = {name: PeakTeraflops(*row) for name, row in _TABLE.items()}
+"""Peak TFLOP/s of each GPU, by a part of the device's name.
+
+The first key that the device's name contains is used, so longer names precede their prefixes.
 """

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from headway.common import env
 from headway.common.text import parse_bytes
@@ -49,16 +50,28 @@ _3090 = (
     "code, counted in its package; CUDA 11.7 and later load less"
 )
 _ASSUMED = "assumed, because this GPU was not measured; `headway estimate --calibrate` measures the one in this machine"
-_ASSUMED_RANGE = (400 * MIB, 750 * MIB, 1400 * MIB)
 _ANY = "only its memory was given: kernels are taken to be those of compute capability 8.0, and the rest is assumed"
 _V100 = (
     "V100, CUDA 11: 1343 MiB published for a process with kernels loaded and no model; CUDA 11.7 and later load less"
 )
-_H100_OVERHEAD = (527 * MIB, 770 * MIB, 1000 * MIB)
 _H100 = (
     "measured on an H100 80GB HBM3, driver 580, torch 2.11 for CUDA 13: 527 MiB for a context, 767 to 771 with a training step's "
     "kernels; of its 81,559 MiB the driver keeps 480"
 )
+
+
+class MemoryRange(NamedTuple):
+    """Range of an uncertain number of bytes.
+
+    Attributes:
+        least: Lower bound.
+        likely: Likely value.
+        most: Upper bound.
+    """
+
+    least: int
+    likely: int
+    most: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class Device:
         name: Name by which the user selects the device.
         memory: Bytes of device memory, or None if unknown, as on a CPU.
         capability: Compute capability, or (0, 0) on a CPU.
-        overhead: Bytes of the driver's context and loaded libraries: lower bound, likely value and upper bound.
+        overhead: Bytes of the driver's context and loaded libraries.
         cublas: Bytes of cuBLAS's workspace for each thread that multiplies matrices.
         source: Source of the overhead, as a phrase.
         rates: Peak rates.
@@ -95,7 +108,7 @@ class Device:
     name: str
     memory: int | None
     capability: tuple[int, int]
-    overhead: tuple[int, int, int]
+    overhead: MemoryRange
     cublas: int
     source: str
     rates: PeakRates
@@ -125,22 +138,24 @@ def _make_rates(card: str, bandwidth: float) -> PeakRates:
         card: Key of the GPU in `DATA_SHEETS`.
         bandwidth: Memory bandwidth in GB/s.
     """
-    _, half, _, full = DATA_SHEETS[card]
-    assert half is not None
-    return PeakRates(full * 1e12, half * 1e12, bandwidth * 1e9)
+    peak = DATA_SHEETS[card]
+    assert peak.fp16 is not None
+    return PeakRates(peak.fp32 * 1e12, peak.fp16 * 1e12, bandwidth * 1e9)
 
 
 def _make_assumed(
     name: str, memory: int, capability: tuple[int, int], rates: PeakRates, processors: int, cublas: int = _AMPERE
 ) -> Device:
-    return Device(name, memory * MIB, capability, _ASSUMED_RANGE, cublas, _ASSUMED, rates, processors)
+    return Device(name, memory * MIB, capability, _ASSUMED_OVERHEAD, cublas, _ASSUMED, rates, processors)
 
 
 def _make_v100(name: str, memory: int) -> Device:
-    overhead = (400 * MIB, 1343 * MIB, 1500 * MIB)
+    overhead = MemoryRange(400 * MIB, 1343 * MIB, 1500 * MIB)
     return Device(name, memory * MIB, (7, 0), overhead, _AMPERE, _V100, _make_rates("V100", 900), 80)
 
 
+_ASSUMED_OVERHEAD = MemoryRange(400 * MIB, 750 * MIB, 1400 * MIB)
+_H100_OVERHEAD = MemoryRange(527 * MIB, 770 * MIB, 1000 * MIB)
 _CPU_RATES = PeakRates(100e9, 100e9, 20e9)
 """Assumed rates of a CPU. Processors differ too much for a table."""
 _UNKNOWN_RATES = PeakRates(20e12, 150e12, 1000e9)
@@ -149,12 +164,12 @@ _UNKNOWN_RATES = PeakRates(20e12, 150e12, 1000e9)
 DEVICES = {
     device.name: device
     for device in (
-        Device("cpu", None, (0, 0), (0, 0, 0), 0, "memory of tensors only", _CPU_RATES),
+        Device("cpu", None, (0, 0), MemoryRange(0, 0, 0), 0, "memory of tensors only", _CPU_RATES),
         Device(
             "rtx-3090",
             24 * GIB,
             (8, 6),
-            (_3090_CONTEXT, _3090_CONTEXT + _3090_CUBLAS, _3090_CONTEXT + _3090_CUBLAS),
+            MemoryRange(_3090_CONTEXT, _3090_CONTEXT + _3090_CUBLAS, _3090_CONTEXT + _3090_CUBLAS),
             _AMPERE,
             _3090,
             _make_rates("RTX 3090", 936),
@@ -218,7 +233,7 @@ def look_up_device(name: str) -> Device | None:
     if record is None:
         return known
     # CUDA loads a kernel at its first use, so the kernels that load after the calibration are added to the upper bound.
-    overhead = (record.overhead, record.overhead, record.overhead + _LATE_KERNELS)
+    overhead = MemoryRange(record.overhead, record.overhead, record.overhead + _LATE_KERNELS)
     workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
     rates = known.rates if known is not None else _UNKNOWN_RATES
     processors = known.processors if known is not None else 100
@@ -242,7 +257,8 @@ def _make_unknown_card(text: str) -> Device | None:
     """
     if not re.fullmatch(r"[0-9.]+ *[kmgt]?i?b", text):
         return None
-    return replace(_make_assumed(text, 0, (8, 0), _UNKNOWN_RATES, 100), memory=parse_bytes(text), source=_ANY)
+    generic = _make_assumed(text, 0, (8, 0), _UNKNOWN_RATES, 100)
+    return replace(generic, memory=parse_bytes(text), source=_ANY)
 
 
 def _read_records() -> dict[str, calibration.CalibrationRecord]:
@@ -269,15 +285,21 @@ def name_card(product: str, memory: int) -> str:
         memory: Bytes of the GPU's memory.
     """
     words = re.findall(r"[a-z0-9]+", product.lower())
-    sizes = {f"{size}gb" for size in (16, 32, 40, 80) if abs(memory - (size << 30)) <= _NEAR * (size << 30)}
+    # Names in the table can end in a memory size, such as "a100-40gb". Product names do not always contain it.
+    size_words = {f"{size}gb" for size in (16, 32, 40, 80) if _has_about(memory, size * GIB)}
     fitting = [
         name
         for name, device in DEVICES.items()
-        if device.memory
-        and set(name.split("-")) <= {*words, *sizes}
-        and abs(memory - device.memory) <= _NEAR * device.memory
+        if device.memory and set(name.split("-")) <= {*words, *size_words} and _has_about(memory, device.memory)
     ]
-    return max(fitting, key=len, default="-".join(word for word in words if word not in ("nvidia", "geforce", "tesla")))
+    if fitting:
+        return max(fitting, key=len)
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "tesla"))
+
+
+def _has_about(memory: int, expected: int) -> bool:
+    """Whether a memory size differs from the expected one by at most `_NEAR` of the expected one. Both are in bytes."""
+    return abs(memory - expected) <= _NEAR * expected
 
 
 def resolve_budget(device: Device, budget: int | str | None) -> int | None:
@@ -294,22 +316,19 @@ def resolve_budget(device: Device, budget: int | str | None) -> int | None:
     return device.memory if budget is None else parse_bytes(budget)
 
 
-def estimate_use(device: Device, taken: int) -> tuple[int, int, int]:
-    """Return the memory that a process uses on a device if its allocator has reserved `taken` bytes.
+def estimate_use(device: Device, reserved: int) -> MemoryRange:
+    """Return the bytes that a process uses on a device if its allocator has reserved `reserved` bytes.
 
-    On a GPU, the result includes the CUDA context, libraries and a margin.
+    On a GPU, the result includes the CUDA context and libraries. Only the upper bound also includes a margin.
 
     Args:
         device: Device to forecast for.
-        taken: Bytes that the allocator has reserved.
-
-    Returns:
-        Lower bound, likely value and upper bound, in bytes.
+        reserved: Bytes that the allocator has reserved.
     """
     if not device.is_cuda:
-        return taken, taken, taken
-    least, likely, most = device.overhead
-    return taken + least, taken + likely, taken + most + max(int(taken * MARGIN), LEAST_MARGIN)
+        return MemoryRange(reserved, reserved, reserved)
+    overhead, margin = device.overhead, max(int(reserved * MARGIN), LEAST_MARGIN)
+    return MemoryRange(reserved + overhead.least, reserved + overhead.likely, reserved + overhead.most + margin)
 
 
 def compute_allocator_limit(device: Device, budget: int) -> int:
@@ -324,5 +343,5 @@ def compute_allocator_limit(device: Device, budget: int) -> int:
     """
     if not device.is_cuda:
         return budget
-    left = budget - device.overhead[2]
-    return min(int(left / (1 + MARGIN)), left - LEAST_MARGIN)
+    available = budget - device.overhead.most
+    return min(int(available / (1 + MARGIN)), available - LEAST_MARGIN)

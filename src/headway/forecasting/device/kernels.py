@@ -337,7 +337,7 @@ _OF_CUDA: dict[str, Sizes] = {
 }
 """Rules for the scratch memory that operations allocate before their results on CUDA, by operation."""
 
-LATE_SCRATCH_OF_CUDA: dict[str, Sizes] = {
+LATE_SCRATCH_ON_CUDA: dict[str, Sizes] = {
     **copies.COPIES_AFTER,
     "aten::_scaled_dot_product_flash_attention_backward": attention.size_flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": attention.size_efficient_backward,
@@ -367,7 +367,7 @@ the next request.
 """
 
 
-def list_scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
+def list_scratch_rules(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
     """Return two dicts of rules for the scratch memory on a device, by operation.
 
     The first is for memory that is allocated before the results, the second for memory that is allocated after them.
@@ -375,7 +375,7 @@ def list_scratch(device: Device) -> tuple[dict[str, Sizes], dict[str, Sizes]]:
     if not device.is_cuda:
         return _EVERYWHERE | _OF_CPU, {}
     before, after = (copies.SLOW_BEFORE, copies.SLOW_AFTER) if device.capability < _WITH_BFLOAT16 else ({}, {})
-    late = LATE_SCRATCH_OF_CUDA | sums.make_sum_rules(device.processors, device.threads)
+    late = LATE_SCRATCH_ON_CUDA | sums.make_sum_rules(device.processors, device.threads)
     return _EVERYWHERE | _OF_CUDA | before, late | after
 
 
@@ -392,7 +392,7 @@ keep values for backward.
 """
 
 
-def list_oversized(device: Device) -> dict[str, Sizes]:
+def list_storage_rules(device: Device) -> dict[str, Sizes]:
     """Return rules for the storage sizes of results, by operation.
 
     The rules cover the operations whose results own more or less memory on the device than their shape needs. A rule
@@ -422,9 +422,10 @@ def substitute_kernels(device: Device, precision: str) -> Iterator[None]:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         # Without this call, the kernels would stay registered as long as the library object exists.
         stack.callback(library._destroy)
-        choice = None
+        attention_rules = None
         if device.is_cuda:
-            choice = attention.AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
+            version = tuple(map(int, torch.__version__.split(".")[:2]))
+            attention_rules = attention.AttentionRules(device.capability, version)
             recurrent.override_recurrent_layers(library)
             library.impl("dropout", _apply_dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
             library.impl("linear", _apply_linear, "AutogradCPU")  # type: ignore[no-untyped-call]
@@ -435,7 +436,7 @@ def substitute_kernels(device: Device, precision: str) -> Iterator[None]:
                     _cast_to_float32(library, name)
                 for name in NOT_CAST_BY_CUDA:
                     _keep_dtype(library, name)
-        library.impl("scaled_dot_product_attention", attention.make_attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
+        library.impl("scaled_dot_product_attention", attention.make_attention(attention_rules), "AutogradCPU")  # type: ignore[no-untyped-call]
         yield
 
 

@@ -69,7 +69,8 @@ def measure_budget(hardware: Hardware, device: torch.device, target: Device, hel
         free = read_free_address_space()
         return None if free is None else int(free * _USABLE) + held
     module = hardware.module
-    taken = int(module.memory_reserved(device)) - max(0, int(module.memory_allocated(device)) - held)
+    allocated_by_others = max(0, int(module.memory_allocated(device)) - held)
+    reusable = int(module.memory_reserved(device)) - allocated_by_others
     # The overhead is added because the free bytes do not contain it. If anything is reserved, the context exists and
     # already takes its memory. If not, `read_free_bytes` has left room for the context.
-    return read_free_bytes(hardware, device) + taken + target.overhead[0]
+    return read_free_bytes(hardware, device) + reusable + target.overhead.least

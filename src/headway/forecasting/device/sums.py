@@ -7,7 +7,7 @@ is such a sum, and its scratch memory is sometimes larger than the gradient of t
 
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,84 +43,115 @@ def make_sum_rules(processors: int, threads: int) -> dict[str, Sizes]:
     return found | {"aten::linalg_vector_norm": lambda args: sizes((args[0], *args[2:]))}
 
 
+class _Dimension(NamedTuple):
+    """Dimension of a tensor that is summed.
+
+    Attributes:
+        stride: Stride in elements. The first field, so that dimensions are sorted by it.
+        size: Number of elements along the dimension.
+    """
+
+    stride: int
+    size: int
+
+
 def _size_sum(processors: int, threads: int, args: tuple[Any, ...], parts: int = 1) -> list[int]:
+    """Return the bytes of each scratch tensor of a sum, in the order of requests.
+
+    Args:
+        processors: Number of streaming multiprocessors of the device.
+        threads: Maximum number of resident threads per streaming multiprocessor.
+        args: Arguments of the operation: the tensor, and the dimensions to sum over. All dimensions if there are none.
+        parts: Number of values that make up a partial result. Default: 1.
+    """
     values: torch.Tensor = args[0]
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple | int) else ()
-    wanted = {dims % values.dim()} if isinstance(dims, int) else {each % values.dim() for each in dims}
-    reduced = wanted or set(range(values.dim()))
-    size = parts * _size_shared_memory(values, reduced, processors * threads)
-    is_cast = not values.dtype.is_floating_point and values.dtype not in (
-        torch.int64,
-        torch.complex64,
-        torch.complex128,
-    )
-    return [values.numel() * 8] * is_cast + [size, 512] * bool(size)  # 512 bytes of flags for finished blocks
+    summed_dims = {dim % values.dim() for dim in ((dims,) if isinstance(dims, int) else dims)}
+    summed_dims = summed_dims or set(range(values.dim()))
+    num_bytes = parts * _size_block_scratch(values, summed_dims, processors * threads)
+    is_integer = not values.dtype.is_floating_point and not values.dtype.is_complex
+    scratch = [values.numel() * 8] if is_integer and values.dtype != torch.int64 else []
+    if num_bytes:
+        scratch += [num_bytes, 512]  # the second one has a flag for each finished block
+    return scratch
 
 
-def _size_shared_memory(values: torch.Tensor, reduced: set[int], places: int) -> int:
-    """Return the bytes of scratch memory in which CUDA blocks combine their partial sums.
+def _size_block_scratch(values: torch.Tensor, summed_dims: set[int], max_threads: int) -> int:
+    """Return the bytes of scratch memory, in global memory, in which CUDA blocks combine their partial sums.
 
-    Return 0 if no result needs more than one block.
+    Return 0 if no result needs more than one block. The steps are those of `setReduceConfig` in `Reduce.cuh`.
 
     Args:
         values: Tensor to sum.
-        reduced: Dimensions to sum over.
-        places: Number of threads that can run on the device at once.
+        summed_dims: Indices of the dimensions to sum over.
+        max_threads: Number of threads that can run on the device at once.
     """
-    over = [(values.stride(dim), values.shape[dim]) for dim in reduced if values.shape[dim] > 1]
-    kept = sorted((values.stride(dim), values.shape[dim]) for dim in range(values.dim()) if dim not in reduced)
-    kept = [each for each in kept if each[1] > 1]
-    num_results, num_values = prod(size for _, size in kept), prod(size for _, size in over)
-    if not over or not num_values:
+    dimensions = [_Dimension(values.stride(dim), values.shape[dim]) for dim in range(values.dim())]
+    summed = sorted(each for dim, each in enumerate(dimensions) if dim in summed_dims and each.size > 1)
+    kept = sorted(each for dim, each in enumerate(dimensions) if dim not in summed_dims and each.size > 1)
+    if any(each.size == 0 for each in dimensions) or not summed:
         return 0
-    runs_along = not kept or min(over)[0] < kept[0][0]
-    width, height, vector = (num_values, num_results, 1) if runs_along else (num_results, num_values, 1)
-    if not runs_along and kept[0][0] == 1:
-        vector = _choose_vector(kept, over)
-        width //= vector
-    elif runs_along and not kept and min(over)[0] == 1 and width > 128:
+    num_results, num_values = prod(each.size for each in kept), prod(each.size for each in summed)
+
+    # Threads along a block's width read neighboring values: either values of one result, or those of several results.
+    is_width_summed = not kept or summed[0].stride < kept[0].stride
+    width, height = (num_values, num_results) if is_width_summed else (num_results, num_values)
+    results_per_thread = 1
+    if not is_width_summed and kept[0].stride == 1:
+        results_per_thread = _choose_vector(kept, summed)
+        width //= results_per_thread
+    elif not kept and summed[0].stride == 1 and width > 128:
         width //= _VECTOR
-    wide, high = _choose_block(width, height, _THREADS // vector)
-    across, results = (wide, 1) if runs_along else (1, wide)
-    each = -(-num_values // across)
-    if each < min(high * _FEWEST, _MOST):
+    block_width, block_height = _choose_block(width, height, _THREADS // results_per_thread)
+    values_per_row, results_per_block = (block_width, 1) if is_width_summed else (1, block_width)
+
+    if _divide_up(num_values, values_per_row) < min(block_height * _FEWEST, _MOST):
         return 0  # one row of threads computes a whole result
-    each = -(-num_values // (across * high))
-    blocks, target = -(-(num_results // vector) // results), places // (wide * high)
-    if each < _MOST or blocks > target:
+    values_per_thread = _divide_up(num_values, values_per_row * block_height)
+    num_blocks = _divide_up(num_results // results_per_thread, results_per_block)
+    max_blocks = max_threads // (block_width * block_height)
+    if values_per_thread < _MOST or num_blocks > max_blocks:
         return 0
-    sharing = max(min(-(-target // blocks), -(-each // _FEWEST)), -(-each // _MOST))
-    if sharing < 2:
+    blocks_per_result = min(_divide_up(max_blocks, num_blocks), _divide_up(values_per_thread, _FEWEST))
+    blocks_per_result = max(blocks_per_result, _divide_up(values_per_thread, _MOST))
+    if blocks_per_result < 2:
         return 0
-    item = 8 if values.dtype in (torch.float64, torch.int64, torch.int32, torch.bool) else 4
-    return item * num_results * sharing * (1 if runs_along else wide * vector)
+    # Sums of int32 and bool are accumulated in int64.
+    itemsize = 8 if values.dtype in (torch.float64, torch.int64, torch.int32, torch.bool) else 4
+    sums_per_result = 1 if is_width_summed else block_width * results_per_thread
+    return itemsize * num_results * blocks_per_result * sums_per_result
 
 
-def _choose_vector(kept: list[tuple[int, int]], over: list[tuple[int, int]]) -> int:
+def _divide_up(number: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-number // divisor)
+
+
+def _choose_vector(kept: list[_Dimension], summed: list[_Dimension]) -> int:
     """Return the number of neighboring results that one thread computes at once.
 
     It is the largest power of two, at most `_VECTOR`, that divides the number of neighboring results and the strides of
     all other dimensions.
 
     Args:
-        kept: Pairs of (stride, size) of the dimensions that are kept, in ascending order.
-        over: Pairs of (stride, size) of the dimensions that are summed over.
+        kept: Dimensions that are kept, in ascending order of stride.
+        summed: Dimensions that are summed over.
     """
     vector = _VECTOR
-    for number in (kept[0][1], *(stride for stride, _ in (*kept[1:], *over))):
+    for number in (kept[0].size, *(each.stride for each in (*kept[1:], *summed))):
         while number % vector:
             vector //= 2
     return vector
 
 
-def _choose_block(width: int, height: int, most: int) -> tuple[int, int]:
+def _choose_block(width: int, height: int, max_threads: int) -> tuple[int, int]:
     """Return the width and height, in threads, of the CUDA blocks of a reduction.
 
     Args:
         width: Number of values or results along the block's width.
         height: Number of values or results along the block's height.
-        most: Maximum number of threads in a block.
+        max_threads: Maximum number of threads in a block.
     """
-    wide, high = (min(most, 1 << (size.bit_length() - 1)) if size else 1 for size in (width, height))
-    down = min(high, most // min(wide, _WARP))
-    return min(wide, most // down), down
+    max_width, max_height = (min(max_threads, 1 << (size.bit_length() - 1)) if size else 1 for size in (width, height))
+    block_height = min(max_height, max_threads // min(max_width, _WARP))
+    return min(max_width, max_threads // block_height), block_height

@@ -36,7 +36,9 @@ class BucketedReplica(StepEngine):
         is_fixed: Whether the buckets are never rebuilt, as with `find_unused_parameters`.
     """
 
-    steps = 3  # the second update starts with one bucket and ends with many, so only the third is like all later ones
+    num_updates = (
+        3  # the second update starts with one bucket and ends with many, so only the third is like all later ones
+    )
 
     def __init__(self, model: nn.Module, cap: int, as_views: bool = False, is_fixed: bool = False) -> None:
         super().__init__(model)

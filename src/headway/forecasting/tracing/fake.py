@@ -17,7 +17,7 @@ from headway.forecasting.tracing.compiled import can_compile, refuse_compiled, s
 from headway.forecasting.tracing.four_bit import is_unpacked_four_bit, pack_four_bit
 from headway.forecasting.tracing.repeats import RepeatProof, find_blocks, trace_repeated
 from headway.forecasting.tracing.step import Batch, StepEngine, StepRecipe, run_recipe
-from headway.forecasting.tracing.tensors import make_without_values
+from headway.forecasting.tracing.tensors import make_empty_like
 from headway.forecasting.tracing.third_update import add_third_update
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.forecasting.tracing.work import WorkCounter
@@ -99,7 +99,7 @@ def trace_step(
             except HeadwayError:
                 raise
             except Exception as error:
-                raise explain_failure(error, tracker.last) from error
+                raise make_trace_error(error, tracker.last) from error
             return tracker.build_trace()
 
     found = None if blocks is None else trace_repeated(trace_model, blocks.count, proofs)
@@ -140,7 +140,7 @@ def _make_batches(batch: Callable[..., Batch], fake: FakeTensorMode) -> Callable
             if asked not in made:
                 made[asked] = _refuse_packed(batch(*asked))
             with fake:
-                return tree_map(copy_leaf, made[asked])
+                return tree_map(make_empty_leaf, made[asked])
 
     return next_batch
 
@@ -158,7 +158,7 @@ def _is_packed(each: Any) -> bool:
     return isinstance(each, PackedSequence)
 
 
-def copy_leaf(leaf: Any) -> Any:
+def make_empty_leaf(leaf: Any) -> Any:
     """Return an uninitialized tensor on the CPU with the shape, strides and dtype of the given tensor.
 
     Values that are not tensors are returned unchanged.
@@ -185,7 +185,7 @@ def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor
             return tensor
         if id(tensor) not in made:
             with fake:
-                made[id(tensor)] = make_without_values(tensor)
+                made[id(tensor)] = make_empty_like(tensor)
         return made[id(tensor)]
 
     for module in model.modules():
@@ -198,7 +198,7 @@ def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor
     return made
 
 
-def explain_failure(error: Exception, last: str) -> UnsupportedError:
+def make_trace_error(error: Exception, last: str) -> UnsupportedError:
     """Return the error to raise after a failed trace. Its message has the operation, the user's line and the reason.
 
     If torch refuses an operation because the trace has no values, the message names this reason. A real run could raise

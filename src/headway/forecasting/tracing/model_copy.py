@@ -22,12 +22,12 @@ from headway.core.runtime.collectives.tree import Tree, find_batch_size, list_te
 from headway.errors import ConfigError, DataError, HeadwayError, UnsupportedError
 from headway.forecasting._torch import DisableTorchFunction, is_traceable_wrapper_subclass
 from headway.forecasting.tracing.attention_masks import MASK, POSITIONS
-from headway.forecasting.tracing.tensors import make_without_values
+from headway.forecasting.tracing.tensors import make_empty_like
 
 _META = torch.device("meta")
 
 
-class _WithoutValues(TorchFunctionMode):
+class _ValuelessCopies(TorchFunctionMode):
     """Torch function mode in which `copy.deepcopy` copies tensors without their values.
 
     The copies are uninitialized tensors with the shape, strides and dtype of the originals.
@@ -82,9 +82,9 @@ def copy_model(model: nn.Module) -> nn.Module:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in memo:
                 _refuse_unknown(tensor)
-                memo[id(tensor)] = make_without_values(tensor, _META)
+                memo[id(tensor)] = make_empty_like(tensor, _META)
     try:
-        with _WithoutValues(_META):
+        with _ValuelessCopies(_META):
             return copy.deepcopy(model, memo)
     except HeadwayError:
         raise
@@ -122,7 +122,7 @@ def copy_optimizer(
                 "forecast, or a function that makes one from parameters"
             )
         groups.append({**group, "params": learning})
-    with _WithoutValues(torch.device("cpu")):
+    with _ValuelessCopies(torch.device("cpu")):
         memo[id(optimizer.param_groups)] = copy.deepcopy(groups, memo)
         memo[id(optimizer.state)] = defaultdict(dict)
         return copy.deepcopy(optimizer, memo)

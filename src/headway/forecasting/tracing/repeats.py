@@ -8,7 +8,7 @@ its own allocation. If all of this is true, the events of the remaining blocks a
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import starmap, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -120,23 +120,39 @@ def _describe_blocks(blocks: Sequence[nn.Module]) -> list[Any]:
     all_parts = [{name: _describe_module(module) for name, module in block.named_modules()} for block in blocks]
     numbers = {
         (name, key)
-        for name, (_, values, _) in all_parts[0].items()
-        for key in values
-        if all(parts.get(name, (0, {}, 0))[1].get(key, -1) == index for index, parts in enumerate(all_parts))
+        for name, first_module in all_parts[0].items()
+        for key in first_module.attributes
+        if all(name in parts and parts[name].attributes.get(key, -1) == index for index, parts in enumerate(all_parts))
     }
     return [
         {
-            name: (kind, {key: value for key, value in values.items() if (name, key) not in numbers}, held)
-            for name, (kind, values, held) in parts.items()
+            name: part._replace(
+                attributes={key: value for key, value in part.attributes.items() if (name, key) not in numbers}
+            )
+            for name, part in parts.items()
         }
         for parts in all_parts
     ]
 
 
-def _describe_module(module: nn.Module) -> tuple[type, dict[str, Any], list[Any]]:
-    """Return a description of a module: its type, its attributes and hooks, and its parameters and buffers."""
+class _ModuleDescription(NamedTuple):
+    """Properties of a module that must be equal in blocks that count as repetitions of each other.
+
+    Attributes:
+        module_type: Class of the module.
+        attributes: Values of attributes with simple types, types of all other attributes, and numbers of hooks.
+        tensors: Pairs of (name, description) of the parameters and buffers. A description is a tuple of shape, dtype
+            and `requires_grad`, or None for a parameter or buffer that is None.
+    """
+
+    module_type: type
+    attributes: dict[str, Any]
+    tensors: list[tuple[str, Any]]
+
+
+def _describe_module(module: nn.Module) -> _ModuleDescription:
     own = {**module._parameters, **module._buffers}
-    held = [
+    tensors = [
         (name, each if each is None else (each.shape, each.dtype, each.requires_grad)) for name, each in own.items()
     ]
     values = {
@@ -144,7 +160,7 @@ def _describe_module(module: nn.Module) -> tuple[type, dict[str, Any], list[Any]
         for key, value in vars(module).items()
     }
     hooks = {f"{key}()": len(value) for key, value in vars(module).items() if key.endswith("_hooks")}
-    return type(module), values | hooks, held
+    return _ModuleDescription(type(module), values | hooks, tensors)
 
 
 def trace_repeated(
@@ -198,11 +214,11 @@ def _extrapolate_trace(pieces: "list[_EventRun]", first: Trace, second: Trace, c
     if expanded is None:
         return None
     events, phases = expanded
-    ahead = count - TRACED - 1
+    num_added = count - TRACED - 1
     operations = {
-        name: times + ahead * (times - first.operations.get(name, 0)) for name, times in second.operations.items()
+        name: calls + num_added * (calls - first.operations.get(name, 0)) for name, calls in second.operations.items()
     }
-    work = {phase: _extrapolate_work(first.work[phase], done, ahead) for phase, done in second.work.items()}
+    work = {phase: _extrapolate_work(first.work[phase], work, num_added) for phase, work in second.work.items()}
     return replace(second, events=events, phases=phases, operations=operations, work=work)
 
 
@@ -240,19 +256,20 @@ class RepeatProof:
             or traced.operations != self.second.operations
         ):
             return None
-        tokens, here = _make_tokens(traced), 0
+        tokens, begin = _make_tokens(traced), 0
         pieces: list[_EventRun] = []
         for piece in self.pieces:
-            end = here + len(piece.tokens)
-            sized = list(map(_apply_size, piece.tokens, tokens[here:end]))
-            repeats = not piece.is_repeated or all(
-                map(_merge_tokens, tokens[here - len(sized) : here], tokens[here:end])
-            )
-            if len(sized) < len(piece.tokens) or None in sized or not repeats:
+            end = begin + len(piece.tokens)
+            current = tokens[begin:end]
+            sized = list(map(_apply_size, piece.tokens, current))
+            if len(sized) < len(piece.tokens) or None in sized:
+                return None
+            previous = tokens[begin - len(sized) : begin]
+            if piece.is_repeated and not all(map(_merge_tokens, previous, current)):
                 return None
             pieces.append(_EventRun([token for token in sized if token], piece.is_repeated))
-            here = end
-        if here < len(tokens) or _expand_pieces(pieces, 1) != _expand_pieces([_EventRun(tokens)], 0):
+            begin = end
+        if begin < len(tokens) or _expand_pieces(pieces, 1) != _expand_pieces([_EventRun(tokens)], 0):
             return None
         return _extrapolate_trace(pieces, self.first, traced, count)
 
@@ -273,15 +290,18 @@ def _extrapolate_work(before: StepWork, now: StepWork, steps: int) -> StepWork:
         now: Work to extrapolate from.
         steps: Number of repetitions to add to those of `now`.
     """
-    pairs = ((getattr(before, field.name), getattr(now, field.name)) for field in fields(StepWork))
-    return StepWork(*starmap(lambda less, more: more + steps * (more - less), pairs))
+    extrapolated: dict[str, Any] = {}
+    for field in fields(StepWork):
+        less, more = getattr(before, field.name), getattr(now, field.name)
+        extrapolated[field.name] = more + steps * (more - less)
+    return StepWork(**extrapolated)
 
 
 # ---------------------------------------------------------------- events without keys
 
 
 def _get_kin(event: MemoryEvent) -> _Kin:
-    return event.num_bytes, event.what, event.kind, event.stream
+    return event.num_bytes, event.operation, event.kind, event.stream
 
 
 class _EventToken(NamedTuple):
@@ -317,20 +337,21 @@ def _make_tokens(traced: Trace) -> list[_EventToken]:
         begins[index].append(phase)
     in_use: dict[_Kin, list[int]] = defaultdict(list)
     kin_of: dict[int, _Kin] = {}
-    found: list[_EventToken] = []
+    tokens: list[_EventToken] = []
     for index, event in enumerate(traced.events):
-        found += [_EventToken(None, phase) for phase in begins[index]]
-        without = MemoryEvent(0, *event[1:])
+        tokens += [_EventToken(None, phase) for phase in begins[index]]
+        keyless = event._replace(key=0)
         if event.num_bytes >= 0:
             kin_of[event.key] = kin = _get_kin(event)
             in_use[kin].append(event.key)
-            found.append(_EventToken(without))
+            tokens.append(_EventToken(keyless))
             continue
         kin = kin_of[event.key]
-        place = in_use[kin].index(event.key)
-        found.append(_EventToken(without, "", kin, len(in_use[kin]) - 1 - place, place))
-        del in_use[kin][place]
-    return found + [_EventToken(None, phase) for phase in begins[len(traced.events)]]
+        oldest = in_use[kin].index(event.key)
+        newest = len(in_use[kin]) - 1 - oldest
+        tokens.append(_EventToken(keyless, kin=kin, newest=newest, oldest=oldest))
+        del in_use[kin][oldest]
+    return tokens + [_EventToken(None, phase) for phase in begins[len(traced.events)]]
 
 
 def _merge_tokens(one: _EventToken, other: _EventToken) -> _EventToken | None:
@@ -339,7 +360,7 @@ def _merge_tokens(one: _EventToken, other: _EventToken) -> _EventToken | None:
     A freed allocation has two positions among equal allocations in use: one counted from the newest and one from the
     oldest. If only one position differs, it is None in the merged description. If both differ, the events differ.
     """
-    if one[:3] != other[:3]:
+    if (one.event, one.phase, one.kin) != (other.event, other.phase, other.kin):
         return None
     newest = one.newest if one.newest == other.newest else None
     oldest = one.oldest if one.oldest == other.oldest else None
@@ -362,7 +383,7 @@ def _merge_grown_token(one: _EventToken, other: _EventToken) -> _EventToken | No
         return None
     size = other.event.num_bytes
     kin = one.kin and (-size, *one.kin[1:])
-    merged = _merge_tokens(one._replace(event=MemoryEvent(0, size, *one.event[2:]), kin=kin), other)
+    merged = _merge_tokens(one._replace(event=one.event._replace(num_bytes=size), kin=kin), other)
     return merged and merged._replace(growth=size - one.event.num_bytes)
 
 
@@ -380,13 +401,15 @@ def _apply_size(known: _EventToken, other: _EventToken) -> _EventToken | None:
         return known if (known.event, known.phase) == (other.event, other.phase) else None
     is_same = (
         (known.event.num_bytes < 0) == (other.event.num_bytes < 0)
-        and (known.event.what, *known.event[4:]) == (other.event.what, *other.event[4:])
+        and _get_kin(known.event)[1:] == _get_kin(other.event)[1:]
         and (known.kin and known.kin[1:]) == (other.kin and other.kin[1:])
         and (not known.growth or known.event.num_bytes == other.event.num_bytes)
     )
+    if not is_same:
+        return None
     # Sizes can be equal by chance at one batch size and not at another. Then only one of the two positions agrees.
-    placed = _merge_tokens(other._replace(newest=known.newest, oldest=known.oldest), other) if is_same else None
-    return placed and placed._replace(growth=known.growth)
+    merged = _merge_tokens(other._replace(newest=known.newest, oldest=known.oldest), other)
+    return merged and merged._replace(growth=known.growth)
 
 
 class _EventRun(NamedTuple):
@@ -414,26 +437,24 @@ def _find_pieces(short: list[_EventToken], long: list[_EventToken]) -> list[_Eve
         before them.
     """
     pieces: list[_EventRun] = []
-    same: list[_EventToken] = []
-    here = there = 0
-    while there < len(long):
-        merged = _merge_tokens(short[here], long[there]) if here < len(short) else None
-        if merged is not None:
-            same.append(merged)
-            here, there = here + 1, there + 1
-            continue
-        added = _find_addition(short[here : here + _AHEAD], long, there)
-        if added is None:
-            merged = _merge_grown_token(short[here], long[there]) if here < len(short) else None
+    common: list[_EventToken] = []
+    short_index = long_index = 0
+    while long_index < len(long):
+        is_short_left = short_index < len(short)
+        merged = _merge_tokens(short[short_index], long[long_index]) if is_short_left else None
+        if merged is None:
+            added = _find_addition(short[short_index : short_index + _AHEAD], long, long_index)
+            if added is not None:
+                pieces += [_EventRun(common), _EventRun(added, is_repeated=True)]
+                common = []
+                long_index += len(added)
+                continue
+            merged = _merge_grown_token(short[short_index], long[long_index]) if is_short_left else None
             if merged is None:
                 return None
-            same.append(merged)
-            here, there = here + 1, there + 1
-            continue
-        pieces += [_EventRun(same), _EventRun(added, is_repeated=True)]
-        same = []
-        there += len(added)
-    return [*pieces, _EventRun(same)] if here == len(short) else None
+        common.append(merged)
+        short_index, long_index = short_index + 1, long_index + 1
+    return [*pieces, _EventRun(common)] if short_index == len(short) else None
 
 
 def _find_addition(ahead: list[_EventToken], long: list[_EventToken], begin: int) -> list[_EventToken] | None:
@@ -483,16 +504,16 @@ def _expand_pieces(pieces: Iterable[_EventRun], times: int) -> _Expanded | None:
                 continue
             # The description has the size with one added repetition, so growth counts from the second added one on.
             size = event.num_bytes + token.growth * (times - 1)
-            _, what, kind, stream = token.kin or _get_kin(event)
-            kin = in_use[abs(size), what, kind, stream]
+            _, operation, kind, stream = token.kin or _get_kin(event)
+            keys_in_use = in_use[abs(size), operation, kind, stream]
             if token.kin is None:
                 next_key += 1
                 key = next_key
-                kin.append(key)
+                keys_in_use.append(key)
             else:
-                place = -1 - token.newest if token.newest is not None else token.oldest or 0
-                if not -len(kin) <= place < len(kin):
+                position = -1 - token.newest if token.newest is not None else token.oldest or 0
+                if not -len(keys_in_use) <= position < len(keys_in_use):
                     return None
-                key = kin.pop(place)
-            events.append(MemoryEvent(key, size, *event[2:]))
+                key = keys_in_use.pop(position)
+            events.append(event._replace(key=key, num_bytes=size))
     return events, phases

@@ -28,7 +28,7 @@ Batch = Any
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("no", *_HALF)
 """Precisions in which steps can be traced."""
-STEPS = 2
+NUM_UPDATES = 2
 """Number of updates to trace.
 
 The optimizer creates its state in the first update, so only the second one is like all later ones.
@@ -95,32 +95,32 @@ class StepRecipe:
             )
         check_count(accumulation=self.accumulation)
         if self.lengths and (
-            len(self.lengths) % self.accumulation or self.count_updates() < STEPS or min(self.lengths) < 1
+            len(self.lengths) % self.accumulation or self.count_updates() < NUM_UPDATES or min(self.lengths) < 1
         ):
             raise ConfigError(
-                f"lengths: {len(self.lengths)} of them, the smallest {min(self.lengths)}; give those of {STEPS} or more whole "
+                f"lengths: {len(self.lengths)} of them, the smallest {min(self.lengths)}; give those of {NUM_UPDATES} or more whole "
                 f"updates of {self.accumulation} micro-batch(es) each, all of 1 or more"
             )
 
-    def count_updates(self, steps: int = STEPS) -> int:
+    def count_updates(self, default: int = NUM_UPDATES) -> int:
         """Return the number of updates to run.
 
         If the recipe has `lengths`, the number follows from them, because there is one length per micro-batch.
 
         Args:
-            steps: Number of updates for a recipe without `lengths`. Default: `STEPS`.
+            default: Number of updates for a recipe without `lengths`. Default: `NUM_UPDATES`.
         """
-        return len(self.lengths) // self.accumulation if self.lengths else steps
+        return len(self.lengths) // self.accumulation if self.lengths else default
 
-    def list_requests(self, steps: int = STEPS) -> Iterator[tuple[int, ...]]:
+    def list_requests(self, default: int = NUM_UPDATES) -> Iterator[tuple[int, ...]]:
         """Yield a tuple for each micro-batch: the arguments of `batch_fn` after the number of samples.
 
         If the recipe has `lengths`, the tuple contains the micro-batch's sequence length. Otherwise it is empty.
 
         Args:
-            steps: Number of updates for a recipe without `lengths`. Default: `STEPS`.
+            default: Number of updates for a recipe without `lengths`. Default: `NUM_UPDATES`.
         """
-        yield from ((length,) for length in self.lengths) if self.lengths else [()] * (steps * self.accumulation)
+        yield from ((length,) for length in self.lengths) if self.lengths else [()] * (default * self.accumulation)
 
 
 class StepObserver:
@@ -146,7 +146,7 @@ class StepEngine:
         model: Model whose gradients the engine manages.
     """
 
-    steps = STEPS
+    num_updates = NUM_UPDATES
     """Number of updates to trace. From the last of them on, memory requests are the same in each update."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -207,7 +207,7 @@ def run_steps(
     model: nn.Module,
     recipe: StepRecipe,
     batch: Callable[..., Batch],
-    watcher: StepObserver,
+    observer: StepObserver,
     engine: StepEngine,
     parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
@@ -218,7 +218,7 @@ def run_steps(
         model: Model to train.
         recipe: Configuration of the steps.
         batch: Function that returns the next micro-batch. It takes a sequence length if the recipe has lengths.
-        watcher: Observer of the steps.
+        observer: Observer of the steps.
         engine: Engine that distributes the model over ranks.
         parameters: Trainable parameters.
         optimizer: Optimizer of the parameters, or None for no update.
@@ -226,16 +226,16 @@ def run_steps(
     Raises:
         LossError: If the loss is not a scalar with a gradient.
     """
-    asked = recipe.list_requests(engine.steps)
+    asked = recipe.list_requests(engine.num_updates)
     clears_late, is_function = recipe.loop == "zero_grad_before_backward", recipe.loop == "loss_function"
     held: Batch = None
     outputs: Any = None
     loss: torch.Tensor | None = None
-    for step in range(1, recipe.count_updates(engine.steps) + 1):
+    for step in range(1, recipe.count_updates(engine.num_updates) + 1):
         for index in range(recipe.accumulation):
-            watcher.enter_phase(f"step {step} forward")
+            observer.enter_phase(f"step {step} forward")
             # As in a real loop, the previous batch lives until this assignment, so both batches are briefly in memory.
-            held = mark_batch(batch(*next(asked)), watcher)
+            held = mark_batch(batch(*next(asked)), observer)
             with engine.run_micro_batch(is_last=index == recipe.accumulation - 1):
                 with make_autocast(recipe.precision):
                     outputs = _call_model(model, held)
@@ -245,22 +245,22 @@ def run_steps(
                 if clears_late and index == 0:
                     _clear_gradients(parameters, recipe)
                 scaled = _scale_loss(loss, recipe)
-                watcher.mark_activations()
-                watcher.enter_phase(f"step {step} backward")
+                observer.mark_activations()
+                observer.enter_phase(f"step {step} backward")
                 scaled.backward()  # type: ignore[no-untyped-call]
                 del scaled
                 if is_function:
                     loss = None
-            watcher.mark_tensors(engine.list_gradients(), "gradients")
-        watcher.enter_phase(f"step {step} update")
-        _update_parameters(optimizer, recipe, watcher, engine)
+            observer.mark_tensors(engine.list_gradients(), "gradients")
+        observer.enter_phase(f"step {step} update")
+        _update_parameters(optimizer, recipe, observer, engine)
         if not clears_late:
             _clear_gradients(parameters, recipe)
 
 
-def mark_batch(batch: Batch, watcher: StepObserver) -> Batch:
+def mark_batch(batch: Batch, observer: StepObserver) -> Batch:
     """Report the tensors of a new micro-batch to the observer, and return the micro-batch."""
-    watcher.mark_tensors([each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)], "batch")
+    observer.mark_tensors([each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)], "batch")
     return batch
 
 
@@ -316,7 +316,7 @@ def make_autocast(precision: str) -> AbstractContextManager[Any]:
 
 
 def _update_parameters(
-    optimizer: torch.optim.Optimizer | None, recipe: StepRecipe, watcher: StepObserver, engine: StepEngine
+    optimizer: torch.optim.Optimizer | None, recipe: StepRecipe, observer: StepObserver, engine: StepEngine
 ) -> None:
     if recipe.precision == "fp16" and (gradients := engine.list_gradients()):
         found, inverse = torch.zeros(1), torch.ones(1)
@@ -326,7 +326,7 @@ def _update_parameters(
         engine.clip_gradients(recipe.max_norm)
     if optimizer is not None:
         engine.step_optimizer(optimizer)
-        watcher.mark_tensors(list_state(optimizer), "optimizer state")
+        observer.mark_tensors(list_state(optimizer), "optimizer state")
 
 
 def _clear_gradients(parameters: list[nn.Parameter], recipe: StepRecipe) -> None:
@@ -362,17 +362,17 @@ def choose_cuda_kernels(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def mark_model(model: nn.Module, watcher: StepObserver) -> None:
+def mark_model(model: nn.Module, observer: StepObserver) -> None:
     """Report the model's tensors to the observer, in the order in which `.to(device)` allocates them.
 
     The tensors of submodules precede those of the module itself.
     """
     for part in model.children():
-        mark_model(part, watcher)
+        mark_model(part, observer)
     for held, kind in ((model._parameters, "weights"), (model._buffers, "buffers")):
         # Tensors that are still on the meta device belong to other pipeline stages.
-        watcher.mark_tensors([each for each in held.values() if each is not None and not each.is_meta], kind)
-    watcher.mark_tensors(iterate_scales(model), "weights")
+        observer.mark_tensors([each for each in held.values() if each is not None and not each.is_meta], kind)
+    observer.mark_tensors(iterate_scales(model), "weights")
 
 
 def _make_average(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
@@ -390,7 +390,7 @@ def run_recipe(
     model: nn.Module,
     recipe: StepRecipe,
     batch: Callable[..., Batch],
-    watcher: StepObserver | None = None,
+    observer: StepObserver | None = None,
     on_cuda: bool = False,
     engine: StepEngine | None = None,
 ) -> None:
@@ -400,7 +400,7 @@ def run_recipe(
         model: Model on the device that computes.
         recipe: Configuration of the steps.
         batch: Function that returns the next micro-batch. It takes a sequence length if the recipe has lengths.
-        watcher: Observer of the steps, or None. Default: None.
+        observer: Observer of the steps, or None. Default: None.
         on_cuda: Whether the optimizer chooses its kernels as for parameters on a GPU. Default: False.
         engine: Engine that distributes the model over ranks, or None for one process. Default: None.
 
@@ -408,10 +408,10 @@ def run_recipe(
         LossError: If the loss is not a scalar with a gradient.
         ConfigError: If a user's own loop ends without calling backward, or makes too few updates.
     """
-    watcher, engine = watcher or StepObserver(), engine or StepEngine(model)
-    watcher.enter_phase("set-up")
-    mark_model(model, watcher)
-    watcher.mark_tensors(engine.list_own_tensors(), "buckets")
+    observer, engine = observer or StepObserver(), engine or StepEngine(model)
+    observer.enter_phase("set-up")
+    mark_model(model, observer)
+    observer.mark_tensors(engine.list_own_tensors(), "buckets")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = recipe.optimizer(parameters) if recipe.optimizer is not None else None
     if optimizer is not None:
@@ -419,12 +419,12 @@ def run_recipe(
         if on_cuda:
             choose_cuda_kernels(optimizer)
     averages = [_make_average(parameter, dtype) for dtype in recipe.averages for parameter in parameters]
-    watcher.mark_tensors(averages, "averages")
+    observer.mark_tensors(averages, "averages")
     if callable(recipe.loop):
-        run_loop(recipe.loop, model, recipe, batch, watcher, engine, optimizer)
+        run_loop(recipe.loop, model, recipe, batch, observer, engine, optimizer)
     else:
-        run_steps(model, recipe, batch, watcher, engine, parameters, optimizer)
-    watcher.enter_phase("end")
+        run_steps(model, recipe, batch, observer, engine, parameters, optimizer)
+    observer.enter_phase("end")
 
 
 class LoopPhases(TorchFunctionMode):
@@ -433,7 +433,7 @@ class LoopPhases(TorchFunctionMode):
     A phase starts when the loop calls backward or the optimizer's step.
 
     Args:
-        watcher: Observer that is notified of the phases.
+        observer: Observer that is notified of the phases.
         engine: Engine that lists the gradients.
 
     Attributes:
@@ -441,9 +441,9 @@ class LoopPhases(TorchFunctionMode):
         has_backward: Whether the loop has called backward.
     """
 
-    def __init__(self, watcher: StepObserver, engine: StepEngine) -> None:
+    def __init__(self, observer: StepObserver, engine: StepEngine) -> None:
         super().__init__()
-        self._watcher = watcher
+        self._observer = observer
         self._engine = engine
         self.num_updates = 0
         self.has_backward = False
@@ -454,11 +454,11 @@ class LoopPhases(TorchFunctionMode):
         if func is not torch.Tensor.backward:
             return func(*args, **(kwargs or {}))
         self.has_backward = True
-        self._watcher.mark_activations()
+        self._observer.mark_activations()
         self.enter_phase("backward")
         with torch.autocast("cpu", enabled=False):  # PyTorch recommends autocast for forward only
             result = func(*args, **(kwargs or {}))
-        self._watcher.mark_tensors(self._engine.list_gradients(), "gradients")
+        self._observer.mark_tensors(self._engine.list_gradients(), "gradients")
         return result
 
     def enter_phase(self, phase: str) -> None:
@@ -467,11 +467,11 @@ class LoopPhases(TorchFunctionMode):
         Args:
             phase: "forward", "backward" or "update".
         """
-        self._watcher.enter_phase(f"step {self.num_updates + 1} {phase}")
+        self._observer.enter_phase(f"step {self.num_updates + 1} {phase}")
 
     def record_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Report the optimizer's state tensors to the observer, and count the update."""
-        self._watcher.mark_tensors(list_state(optimizer), "optimizer state")
+        self._observer.mark_tensors(list_state(optimizer), "optimizer state")
         self.num_updates += 1
 
 
@@ -516,7 +516,7 @@ def run_loop(
     model: nn.Module,
     recipe: StepRecipe,
     batch: Callable[..., Batch],
-    watcher: StepObserver,
+    observer: StepObserver,
     engine: StepEngine,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
@@ -527,25 +527,25 @@ def run_loop(
         model: Model to train.
         recipe: Configuration of the steps.
         batch: Function that returns the next micro-batch. It takes a sequence length if the recipe has lengths.
-        watcher: Observer of the steps.
+        observer: Observer of the steps.
         engine: Engine that distributes the model over ranks.
         optimizer: Optimizer to step, or None for no update.
 
     Raises:
         ConfigError: If the loop ends without calling backward, or makes fewer updates than the recipe requires.
     """
-    phases = LoopPhases(watcher, engine)
+    phases = LoopPhases(observer, engine)
 
     def iterate_batches() -> Iterator[Batch]:
-        for asked in recipe.list_requests(engine.steps):
+        for asked in recipe.list_requests(engine.num_updates):
             phases.enter_phase("forward")
-            yield mark_batch(batch(*asked), watcher)  # no name here, so that only the loop keeps the batch alive
+            yield mark_batch(batch(*asked), observer)  # no name here, so that only the loop keeps the batch alive
 
     if optimizer is not None:
         _replace_step(optimizer, phases, engine)
     with phases, make_autocast(recipe.precision), engine.run_micro_batch(is_last=True):
         loop(model, iterate_batches(), optimizer)
-    updates = recipe.count_updates(engine.steps)
+    updates = recipe.count_updates(engine.num_updates)
     if not phases.has_backward or phases.num_updates < (0 if optimizer is None else updates):
         raise ConfigError(
             f"loop= was given {updates * recipe.accumulation} micro-batches and made {phases.num_updates} updates"

@@ -33,7 +33,7 @@ def has_wrapper_type(types: Iterable[type]) -> bool:
     return any(is_traceable_wrapper_subclass_type(each) for each in types)
 
 
-def make_without_values(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+def make_empty_like(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return an uninitialized tensor with the shape, strides, dtype and Python attributes of another tensor.
 
     The new tensor takes no memory if a fake mode is active or if `device` is "meta".

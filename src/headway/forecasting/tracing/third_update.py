@@ -9,35 +9,41 @@ from dataclasses import replace
 from headway.forecasting.device.allocator import MemoryEvent
 from headway.forecasting.tracing.trace import Trace
 
-_LAST = "step 2 forward"
+_FIRST_PHASE = "step 1 forward"
+_SECOND_PHASE = "step 2 forward"
+_THIRD_PHASE = "step 3 forward"
 _END = "end"
 
 
-def _find_kept(left: list[MemoryEvent], second: list[MemoryEvent]) -> list[MemoryEvent] | None:
+def _find_kept(left_over: list[MemoryEvent], second: list[MemoryEvent]) -> list[MemoryEvent] | None:
     """Return the allocations that the second update does not free, or None if they do not match those of the first.
 
     Memory that is freed at the end of the trace counts as not freed. It belongs to variables of the traced loop, which
     a longer loop might keep.
 
     Args:
-        left: Allocations of the first update that the second update frees.
+        left_over: Allocations of the first update that the second update frees.
         second: Events of the second update.
     """
-    last = len(second)
-    while last and second[last - 1].num_bytes < 0:
-        last -= 1
-    freed = {event.key for event in second[:last] if event.num_bytes < 0}
-    at_end = {event.key for event in second[last:]}
+    end_of_loop = len(second)
+    while end_of_loop and second[end_of_loop - 1].num_bytes < 0:
+        end_of_loop -= 1
+    freed_in_loop = {event.key for event in second[:end_of_loop] if event.num_bytes < 0}
+    freed_at_end = {event.key for event in second[end_of_loop:]}
     kept: list[MemoryEvent] = []
     for event in second:
-        if event.num_bytes < 0 or event.key in freed:
+        if event.num_bytes < 0 or event.key in freed_in_loop:
             continue
-        wanted = left[len(kept)] if len(kept) < len(left) else None
-        if wanted is not None and (wanted[1:3], wanted[4:]) == (event[1:3], event[4:]):
+        if len(kept) < len(left_over) and _is_alike(left_over[len(kept)], event):
             kept.append(event)
-        elif event.key not in at_end:
+        elif event.key not in freed_at_end:
             return None
-    return kept if len(kept) == len(left) else None
+    return kept if len(kept) == len(left_over) else None
+
+
+def _is_alike(event: MemoryEvent, other: MemoryEvent) -> bool:
+    """Whether two events are equal, apart from their keys and source lines."""
+    return event._replace(key=other.key, source_line=other.source_line) == other
 
 
 def add_third_update(traced: Trace) -> Trace:
@@ -47,30 +53,35 @@ def add_third_update(traced: Trace) -> Trace:
     third frees the corresponding memory of the second. If the two updates leave different memory allocated, the trace
     is returned unchanged. So is a trace that does not consist of exactly two updates.
     """
-    begin, end = traced.phases.get(_LAST), traced.phases.get(_END, 0)
-    first = traced.phases.get("step 1 forward")
-    if begin is None or first is None or not end or "step 3 forward" in traced.phases:
+    first_begin, second_begin = traced.phases.get(_FIRST_PHASE), traced.phases.get(_SECOND_PHASE)
+    second_end = traced.phases.get(_END, 0)
+    if first_begin is None or second_begin is None or not second_end or _THIRD_PHASE in traced.phases:
         return traced
-    before, second, beyond = traced.events[first:begin], traced.events[begin:end], traced.events[end:]
-    given_back = {event.key for event in second if event.num_bytes < 0}
-    left = [event for event in before if event.num_bytes > 0 and event.key in given_back]
-    kept = _find_kept(left, second)
+    first = traced.events[first_begin:second_begin]
+    second = traced.events[second_begin:second_end]
+    after_end = traced.events[second_end:]
+    freed_in_second = {event.key for event in second if event.num_bytes < 0}
+    left_over = [event for event in first if event.num_bytes > 0 and event.key in freed_in_second]
+    kept = _find_kept(left_over, second)
     if kept is None:
         return traced
+
+    # Allocations of the third update get new keys. Its frees of older memory apply to what the second update has kept.
     next_key = max(event.key for event in traced.events) + 1
-    keys = {event.key: next_key + i for i, event in enumerate(second) if event.num_bytes > 0}
-    keys |= {old.key: new.key for old, new in zip(left, kept)}
-    if not given_back <= keys.keys():
+    third_keys = {event.key: next_key + i for i, event in enumerate(second) if event.num_bytes > 0}
+    third_keys |= {first_event.key: second_event.key for first_event, second_event in zip(left_over, kept)}
+    if not freed_in_second <= third_keys.keys():
         return traced
-    stays = {event.key for event in kept}
-    now = [event for event in second if event.num_bytes > 0 or event.key not in stays]
-    third = [MemoryEvent(keys[event.key], *event[1:]) for event in second]
-    end -= len(second) - len(now)
-    phases = {
-        name.replace("step 2", "step 3"): index - begin + end
-        for name, index in traced.phases.items()
-        if name.startswith("step 2")
-    }
-    ended = {name: index for name, index in traced.phases.items() if name != _END}
-    events = [*traced.events[:begin], *now, *third, *beyond]
-    return replace(traced, events=events, phases={**ended, **phases, _END: end + len(third)})
+    third = [event._replace(key=third_keys[event.key]) for event in second]
+
+    # The frees at the end of the loop now follow the third update, so the second update must not contain them.
+    kept_keys = {event.key for event in kept}
+    second_without_end = [event for event in second if event.num_bytes > 0 or event.key not in kept_keys]
+    third_begin = second_begin + len(second_without_end)
+    phases = {name: index for name, index in traced.phases.items() if name != _END}
+    for name, index in traced.phases.items():
+        if name.startswith("step 2"):
+            phases[name.replace("step 2", "step 3")] = third_begin + index - second_begin
+    phases[_END] = third_begin + len(third)
+    events = [*traced.events[:second_begin], *second_without_end, *third, *after_end]
+    return replace(traced, events=events, phases=phases)

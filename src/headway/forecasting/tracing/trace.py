@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,16 +66,16 @@ _EXCHANGE = "c10d::alltoall_base_"
 
 Outside of updates, experts exchange tokens with it.
 """
-_OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2, _COPY: 0}
+_FSDP_STREAMS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2, _COPY: 0}
 """CUDA stream on which each of FSDP's operations allocates its results, by the operation's name."""
-_OF_ONE = "wait_for_unshard"
+_UNSHARD_FUNCTION = "wait_for_unshard"
 """Name of the FSDP function that copies parameters which only one rank has, such as experts."""
-_FOR_A_SHAPE = "_propagate_tensor_meta"
+_SHAPE_FUNCTION = "_propagate_tensor_meta"
 """Prefix of the DTensor function that runs an operation only to determine the shape of its result."""
-_DEEPEST = 64
+_MAX_FRAMES = 64
 """Maximum number of stack frames that are searched for a torch function that called the current operation."""
-_WRAPPERS = ("_fn", "inner")
-"""Names of torch's functions that wrap the dispatch method of a mode."""
+_WRAPPERS = ("_fn", "inner", "__torch_dispatch__")
+"""Names of functions that call the tracker's dispatch method: torch's wrappers, and the method of a subclass."""
 _ADDS = tuple(f"aten::{name}" for name in ("add", "scatter", "scatter_add", "index_add", "index_put"))
 """Names of the operations with which autograd can accumulate gradients."""
 _IN_PLACE = ("aten::sub", "aten::mul", "aten::div")
@@ -89,17 +89,30 @@ _COMPILED = ("compile_wrapper", "_call_impl_compiled")
 """Names of TorchDynamo's functions through which a compiled function is called."""
 
 
+@dataclass
+class _GatheredUnit:
+    """Storages of one FSDP unit's gathered parameters.
+
+    Attributes:
+        storages: Weak references to the storages.
+        first_bytes: Bytes of the first storage at the last check. 0 while the unit is not gathered.
+    """
+
+    storages: list[weakref.ref[Storage]]
+    first_bytes: int
+
+
 class GatheredStorages:
     """Storages of gathered parameters, grouped by FSDP unit. All storages of a unit are allocated and freed together.
 
     Args:
-        changed: Function that is called with each storage whose size has changed.
+        record_resize: Function that is called with each storage whose size has changed.
     """
 
-    def __init__(self, changed: Callable[[Storage], None]) -> None:
-        self._changed = changed
-        self._units: list[tuple[list[weakref.ref[Storage]], int]] = []
-        self._known: set[int] = set()
+    def __init__(self, record_resize: Callable[[Storage], None]) -> None:
+        self._record_resize = record_resize
+        self._units: list[_GatheredUnit] = []
+        self._addresses: set[int] = set()
 
     def register_unit(self, tensors: Iterable[Any]) -> list[torch.Tensor]:
         """Register the storages of an FSDP unit's tensors, and return the tensors whose storages are new."""
@@ -108,29 +121,29 @@ class GatheredStorages:
             for each in tensors
             if isinstance(each, torch.Tensor)
             for leaf in iterate_plain_tensors(each)
-            if leaf.untyped_storage()._cdata not in self._known
+            if leaf.untyped_storage()._cdata not in self._addresses
         ]
         if new:
             storages = [leaf.untyped_storage() for leaf in new]
             # FSDP keeps these storages as long as the model exists, so their addresses are not reused.
-            self._known.update(storage._cdata for storage in storages)
-            self._units.append(([weakref.ref(storage) for storage in storages], storages[0].nbytes()))
+            self._addresses.update(storage._cdata for storage in storages)
+            self._units.append(_GatheredUnit([weakref.ref(storage) for storage in storages], storages[0].nbytes()))
         return new
 
     def check_sizes(self) -> None:
         """Find the FSDP units whose parameters were gathered or freed since the last check.
 
-        The function `changed` is called with each storage of these units.
+        The function `record_resize` is called with each storage of these units.
         """
-        for index, (storages, size) in enumerate(self._units):
-            first = storages[0]()
-            if first is None or first.nbytes() == size:
+        for unit in self._units:
+            first = unit.storages[0]()
+            if first is None or first.nbytes() == unit.first_bytes:
                 continue
-            for reference in storages:
+            for reference in unit.storages:
                 storage = reference()
                 if storage is not None:
-                    self._changed(storage)
-            self._units[index] = storages, first.nbytes()
+                    self._record_resize(storage)
+            unit.first_bytes = first.nbytes()
 
 
 def _refuse_compiled() -> None:
@@ -153,12 +166,12 @@ def _get_backward_name() -> str:
     return getattr(current_autograd_node(), "name", str)()
 
 
-def _is_for_a_shape() -> bool:
+def _is_shape_propagation() -> bool:
     """Whether DTensor runs the current operation only to determine the shape of its result.
 
     DTensor does this with tensors of the full shape before it computes with shards.
     """
-    return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(walk_stack(), _DEEPEST))
+    return any(frame.f_code.co_name.startswith(_SHAPE_FUNCTION) for frame in islice(walk_stack(), _MAX_FRAMES))
 
 
 def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
@@ -175,9 +188,9 @@ def _is_sum_of_gradients(args: tuple[Any, ...], result: Any) -> bool:
         result: Result of the addition.
     """
     first = args[0]
-    caller = next(
-        frame.f_code.co_name for frame in islice(walk_stack(), 3, None) if frame.f_code.co_name not in _WRAPPERS
-    )
+    # The innermost frames are those of the tracker's own methods, up to its dispatch method.
+    callers = (frame.f_code.co_name for frame in islice(walk_stack(), 3, None))
+    caller = next(name for name in callers if name not in _WRAPPERS)
     return (
         current_graph_task_id() != -1
         and not torch.is_grad_enabled()
@@ -193,11 +206,11 @@ def _sort_frees(events: list[MemoryEvent]) -> list[MemoryEvent]:
 
     Autocast frees its cached casts in the order of their addresses, which differs from run to run.
     """
-    found: list[MemoryEvent] = []
-    for is_asked, run in groupby(events, lambda event: event.num_bytes >= 0):
-        same = list(run)
-        found += same if is_asked else sorted(same, key=lambda event: event.key)
-    return found
+    reproducible: list[MemoryEvent] = []
+    for is_allocation, run in groupby(events, lambda event: event.num_bytes >= 0):
+        same_kind = list(run)
+        reproducible += same_kind if is_allocation else sorted(same_kind, key=lambda event: event.key)
+    return reproducible
 
 
 @dataclass(frozen=True)
@@ -220,6 +233,34 @@ class Trace:
     work: dict[str, StepWork] = field(default_factory=dict)
 
 
+class _LiveStorage(NamedTuple):
+    """Storage whose memory is in use.
+
+    Attributes:
+        reference: Weak reference to the storage. Its callback records the free.
+        key: Key of the memory's allocation event.
+        num_bytes: Recorded bytes of the storage.
+    """
+
+    reference: weakref.ref[torch.UntypedStorage]
+    key: int
+    num_bytes: int
+
+
+class _GradientSum(NamedTuple):
+    """Last addition in which autograd has summed two gradients of one tensor.
+
+    Attributes:
+        first_key: Key of the first gradient's memory.
+        sum_key: Key of the sum's memory.
+        sum_address: Address of the sum's storage.
+    """
+
+    first_key: int
+    sum_key: int
+    sum_address: int
+
+
 class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untyped-call]
     """Dispatch mode that records when the memory of tensors is allocated and freed, for fake and real tensors.
 
@@ -227,7 +268,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
 
     Args:
         device: Device that is traced for. The scratch memory of its kernels is added.
-        counting: Counter to which every operation is reported, or None to count no work.
+        work_counter: Counter to which every operation is reported, or None to count no work.
         graphs: Paths of the graphs that inductor has compiled (see `compiled.skip_kernels`), or None if compiled models
             are not traced.
 
@@ -238,7 +279,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     """
 
     def __init__(
-        self, device: Device, counting: WorkCounter | None = None, graphs: Collection[str] | None = None
+        self, device: Device, work_counter: WorkCounter | None = None, graphs: Collection[str] | None = None
     ) -> None:
         self._graphs = graphs
         super().__init__()  # type: ignore[no-untyped-call]
@@ -246,11 +287,11 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
-        self._table, self._late = kernels.list_scratch(device)
-        self._oversized = kernels.list_oversized(device)
+        self._early_scratch, self._late_scratch = kernels.list_scratch_rules(device)
+        self._storage_rules = kernels.list_storage_rules(device)
         self._operations: Counter[str] = Counter()
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
-        self._kinds: dict[int, str] = {}
+        self._live: dict[int, _LiveStorage] = {}  # by address of the storage
+        self._kinds: dict[int, str] = {}  # by key of the allocation event, like `_streams`
         self._streams: dict[int, int] = {}
         self._next_key = 0
         self._threads: set[str] = set()
@@ -260,9 +301,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._unsure = 0
         self._is_bounded = False
         self._gathered = GatheredStorages(self._record_resize)
-        self._has_parts = False
-        self._counting = counting
-        self._sum = (0, 0, 0)  # key of the first term, key of the sum, address of the sum's storage
+        self._has_wrapper_tensors = False
+        self._work_counter = work_counter
+        self._gradient_sum = _GradientSum(0, 0, 0)
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         """Whether TorchDynamo can compile while this mode is active.
@@ -275,11 +316,11 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if has_wrapper_type(types):
-            self._has_parts = True
+            self._has_wrapper_tensors = True
             return NotImplemented  # torch dispatches the same call again on the inner tensors
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
-        if func.namespace == "prim" or (self._has_parts and _is_for_a_shape()):
+        if func.namespace == "prim" or (self._has_wrapper_tensors and _is_shape_propagation()):
             return func(*args, **(kwargs or {}))
         name = func._schema.name
         if name == _WAIT and isinstance(args[0], FakeTensor):
@@ -287,8 +328,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         self._gathered.check_sizes()
         self.last = name
         self._operations[name] += 1
-        self._count_unsure(name, args)
-        asked = [self._record_scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
+        self._record_unsure_workspace(name, args)
+        early_sizes = self._early_scratch[name](args) if name in self._early_scratch else ()
+        early_scratch = [self._record_scratch(size, name) for size in early_sizes]
         result = make_largest_result(func, args)
         if result is None:
             expanded = expand_masks(func, args)
@@ -297,8 +339,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             self._is_bounded |= expanded is not args
         else:
             self._is_bounded = True
-        if self._counting is not None:
-            self._counting.add_operation(self._phase, func, args, kwargs, result)
+        if self._work_counter is not None:
+            self._work_counter.add_operation(self._phase, func, args, kwargs, result)
         if (name.endswith(_RESIZE) or name == "aten::set_") and isinstance(args[0], torch.Tensor):
             self._record_resize(args[0].untyped_storage())
         self._record_results(result, name, args)
@@ -307,9 +349,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             self._record_workspace()
         if name in _ADDS or (name in _IN_PLACE and _get_backward_name() == _LOGITS_LOSS):
             self._record_sum(args, result)
-        for event in asked:
+        for event in early_scratch:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
-        if name in _OF_SHARDS or name == _EXCHANGE:
+        if name in _FSDP_STREAMS or name == _EXCHANGE:
             self._record_transfer(name, args, kwargs or {})
         return result
 
@@ -320,24 +362,22 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             name: Name of the operation: all-to-all, or a copy.
             args: Arguments of the operation.
         """
-        keys = [
-            known[1]
-            for tensor in args[:2]
-            if isinstance(tensor, torch.Tensor)
-            and (known := self._live.get(tensor.untyped_storage()._cdata)) is not None
-        ]
+        tensors = [tensor for tensor in args[:2] if isinstance(tensor, torch.Tensor)]
+        storages = [self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        keys = [storage.key for storage in storages if storage is not None]
         if name == _EXCHANGE or (len(keys) == 2 and self._kinds.get(keys[1]) == "buckets"):
             for key in keys:
                 self._kinds.setdefault(key, "buckets")
 
     def _record_sum(self, args: tuple[Any, ...], result: Any) -> None:
         if _is_sum_of_gradients(args, result):
-            first, total = (each.untyped_storage()._cdata for each in (args[0], result))
-            if first in self._live and total in self._live:
-                self._sum = self._live[first][1], self._live[total][1], total
+            first_address, sum_address = (each.untyped_storage()._cdata for each in (args[0], result))
+            if first_address in self._live and sum_address in self._live:
+                first_key, sum_key = self._live[first_address].key, self._live[sum_address].key
+                self._gradient_sum = _GradientSum(first_key, sum_key, sum_address)
 
     def _record_results(self, result: Any, name: str, args: tuple[Any, ...]) -> None:
-        min_bytes = self._oversized[name](args) if name in self._oversized else ()
+        min_bytes = self._storage_rules[name](args) if name in self._storage_rules else ()
         if name == "aten::native_dropout":
             result = result[::-1]  # its kernel on CUDA allocates the mask first
         for index, leaf in enumerate(result if isinstance(result, tuple | list) else (result,)):
@@ -345,7 +385,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                 if isinstance(each, torch.Tensor):
                     self._register_tensor(each, name, args, min_bytes[index] if index < len(min_bytes) else 0)
 
-    def _count_unsure(self, name: str, args: tuple[Any, ...]) -> None:
+    def _record_unsure_workspace(self, name: str, args: tuple[Any, ...]) -> None:
         """Record an upper bound for the workspace of an operation whose CUDA kernel has a workspace of unknown size.
 
         Only the largest bound of all operations is kept. The bound is the sum of the bytes that the operation reads and
@@ -357,7 +397,8 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         """
         if name in UNKNOWN_SCRATCH and self._device.is_cuda:
             num_bytes = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-            num_bytes += sum(self._oversized[name](args)) if name in self._oversized else 0  # also only an assumption
+            if name in self._storage_rules:
+                num_bytes += sum(self._storage_rules[name](args))  # also only an assumption
             self._unsure = max(self._unsure, num_bytes)
 
     def enter_phase(self, phase: str) -> None:
@@ -376,9 +417,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         After a graph break, reference cycles in TorchDynamo keep tensors of the first call alive until Python collects
         garbage.
         """
-        before = sum(size for _, _, size in self._live.values())
+        before = sum(storage.num_bytes for storage in self._live.values())
         gc.collect()
-        self._unsure = max(self._unsure, before - sum(size for _, _, size in self._live.values()))
+        after = sum(storage.num_bytes for storage in self._live.values())
+        self._unsure = max(self._unsure, before - after)
 
     def mark_tensors(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Set the kind of the memory of some tensors, such as "weights" or "gradients".
@@ -397,14 +439,14 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         Memory whose kind is already known keeps it.
         """
         self._gathered.check_sizes()
-        held = {key for _, key, _ in self._live.values()}
+        keys_in_use = {storage.key for storage in self._live.values()}
         for event in self.events[self._begin :]:
-            if event.num_bytes > 0 and event.key in held:
+            if event.num_bytes > 0 and event.key in keys_in_use:
                 self._kinds.setdefault(event.key, "activations")
 
     def count_held_bytes(self, kind: str) -> int:
         """Return the bytes in use for one kind of memory, such as "gradients"."""
-        return sum(size for _, key, size in self._live.values() if self._kinds.get(key) == kind)
+        return sum(storage.num_bytes for storage in self._live.values() if self._kinds.get(storage.key) == kind)
 
     def build_trace(self) -> Trace:
         """Return the trace of the events before the phase "end". Call it after the dispatch mode has ended.
@@ -417,19 +459,19 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         ]
         if self._unsure:
             events.append(MemoryEvent(self._next_key + 1, self._unsure, UNSURE))
-        work = {} if self._counting is None else self._counting.by_phase
+        work = {} if self._work_counter is None else self._work_counter.by_phase
         return Trace(events, dict(self.phases), dict(self._operations), self._list_caveats(), work)
 
     # ---------------------------------------------------------------- memory
 
     def _register_tensor(
-        self, tensor: torch.Tensor, what: str, args: tuple[Any, ...], min_bytes: int = 0
+        self, tensor: torch.Tensor, operation: str, args: tuple[Any, ...], min_bytes: int = 0
     ) -> int | None:
         """Return the key of a tensor's memory, and record its allocation if it is new.
 
         Args:
             tensor: Tensor to register.
-            what: Operation that created the tensor.
+            operation: Operation that created the tensor.
             args: Arguments of the operation.
             min_bytes: Minimum size of the storage in bytes. Negative if the device's kernel creates no such tensor.
 
@@ -440,22 +482,24 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             storage = tensor.untyped_storage()
         except NotImplementedError:  # a subclass without memory of its own
             return None
-        address, size = storage._cdata, max(storage.nbytes(), min_bytes) if min_bytes >= 0 else 0
+        address = storage._cdata
         known = self._live.get(address)
-        if known is not None and known[0]() is storage:
-            return known[1]
+        if known is not None and known.reference() is storage:
+            return known.key
+        size = max(storage.nbytes(), min_bytes) if min_bytes >= 0 else 0
         if size == 0 or self._is_on_host(tensor, args):
             return None
-        key = self._record_request(size, what)
+        key = self._record_request(size, operation)
 
-        def record_free(reference: weakref.ref[torch.UntypedStorage], address: int = address) -> None:
-            found = self._live.get(address)
-            if found is not None and found[0] is reference:
+        def record_free(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            # The entry can belong to a newer storage at the same address.
+            freed = self._live.get(address)
+            if freed is not None and freed.reference is reference:
                 del self._live[address]
-                if found[2] and not self._drop_in_place_sum(found[1], found[2]):
-                    self.events.append(MemoryEvent(found[1], -found[2], what))
+                if freed.num_bytes and not self._drop_in_place_sum(freed.key, freed.num_bytes):
+                    self.events.append(MemoryEvent(freed.key, -freed.num_bytes, operation))
 
-        self._live[address] = weakref.ref(storage, record_free), key, size
+        self._live[address] = _LiveStorage(weakref.ref(storage, record_free), key, size)
         return key
 
     def _drop_in_place_sum(self, key: int, size: int) -> bool:
@@ -472,20 +516,21 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         Returns:
             Whether the allocation was removed.
         """
-        first, total, address = self._sum
-        known = self._live.get(address)
-        if first != key or known is None or known[1:] != (total, size):
+        first_key, sum_key, sum_address = self._gradient_sum
+        total = self._live.get(sum_address)
+        if first_key != key or total is None or (total.key, total.num_bytes) != (sum_key, size):
             return False
         for index in range(len(self.events) - 1, self._begin - 1, -1):
-            if self.events[index].num_bytes > 0:  # no other tensor must have been allocated after the sum
-                if self.events[index].key != total:
-                    if self._kinds.get(self.events[index].key) == "workspaces":
-                        continue
-                    return False
-                del self.events[index]
-                self._next_key -= self._next_key == total
-                self._live[address] = known[0], key, size
-                return True
+            event = self.events[index]
+            if event.num_bytes <= 0 or (event.key != sum_key and self._kinds.get(event.key) == "workspaces"):
+                continue
+            if event.key != sum_key:  # another tensor was allocated after the sum
+                return False
+            del self.events[index]
+            if self._next_key == sum_key:
+                self._next_key -= 1
+            self._live[sum_address] = total._replace(key=key)
+            return True
         return False
 
     def _is_on_host(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
@@ -506,7 +551,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         """Record an operation that may move parts of parameters or gradients between ranks or buffers."""
         if self._is_updating and name in (_EXCHANGE, _COPY):
             self._mark_buckets(name, args)
-        elif name in _OF_SHARDS:
+        elif name in _FSDP_STREAMS:
             self._record_sharding(name, args, kwargs)
 
     def _record_sharding(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -519,31 +564,45 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             args: Arguments of the operation.
             kwargs: Keyword arguments of the operation.
         """
-        if name in (_SPLIT, _COPY):
-            if name == _SPLIT or any(frame.f_code.co_name == _OF_ONE for frame in islice(walk_stack(), _DEEPEST)):
-                self.mark_tensors(
-                    self._gathered.register_unit(kwargs["out"] if name == _SPLIT else args[:1]), "gathered weights"
-                )
+        if name == _SPLIT:
+            self.mark_tensors(self._gathered.register_unit(kwargs["out"]), "gathered weights")
             return
+        if name == _COPY:
+            # Most copies are not FSDP's. Only its unshard function copies parameters that a single rank has.
+            frames = islice(walk_stack(), _MAX_FRAMES)
+            if any(frame.f_code.co_name == _UNSHARD_FUNCTION for frame in frames):
+                self.mark_tensors(self._gathered.register_unit(args[:1]), "gathered weights")
+            return
+        buffer = args[0]
         if name == _GATHER:
-            self.mark_tensors([args[1]], "gathered weights")
-        key = self._register_tensor(args[1] if name == _GATHER else args[0], name, ())
+            buffer = args[1]
+            self.mark_tensors([buffer], "gathered weights")
+        key = self._register_tensor(buffer, name, ())
         if key is not None:
-            self._streams[key] = _OF_SHARDS[name]
+            self._streams[key] = _FSDP_STREAMS[name]
 
-    def _record_request(self, size: int, what: str) -> int:
+    def _record_request(self, size: int, operation: str) -> int:
+        """Record an allocation, and return its key. Requests of at least `_WORTH_A_LINE` bytes get a source line.
+
+        Args:
+            size: Requested bytes.
+            operation: Operation that requests the memory.
+
+        Raises:
+            UnsupportedError: If compiled models are not traced, and a compiled function makes a request of this size.
+        """
         self._next_key += 1
-        where = ""
+        source_line = ""
         if size >= _WORTH_A_LINE:
             if self._graphs is None:
                 _refuse_compiled()
             frame = find_user_frame(excluded_files=self._graphs or ())
-            where = "" if frame is None else str(Frame.from_frame(frame))
-        self.events.append(MemoryEvent(self._next_key, size, what, where))
+            source_line = "" if frame is None else str(Frame.from_frame(frame))
+        self.events.append(MemoryEvent(self._next_key, size, operation, source_line))
         return self._next_key
 
-    def _record_scratch(self, size: int, what: str) -> MemoryEvent:
-        self._kinds[self._record_request(size, what)] = "workspaces"
+    def _record_scratch(self, size: int, operation: str) -> MemoryEvent:
+        self._kinds[self._record_request(size, operation)] = "workspaces"
         return self.events[-1]
 
     def _record_late_scratch(self, name: str, args: tuple[Any, ...]) -> None:
@@ -553,15 +612,16 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             name: Name of the operation.
             args: Arguments of the operation.
         """
-        asked: list[MemoryEvent] = []
-        for size in self._late[name](args) if name in self._late else ():
+        allocated: list[MemoryEvent] = []
+        for size in self._late_scratch[name](args) if name in self._late_scratch else ():
             if size > 0:
-                asked.append(self._record_scratch(size, name))
+                allocated.append(self._record_scratch(size, name))
                 continue
-            back = next(event for event in reversed(asked) if event.num_bytes == -size)
-            asked.remove(back)
-            self.events.append(back._replace(num_bytes=size))
-        self.events += [event._replace(num_bytes=-event.num_bytes) for event in asked]
+            # A negative size frees the newest scratch memory of this size.
+            freed = next(event for event in reversed(allocated) if event.num_bytes == -size)
+            allocated.remove(freed)
+            self.events.append(freed._replace(num_bytes=size))
+        self.events += [event._replace(num_bytes=-event.num_bytes) for event in allocated]
 
     def _record_workspace(self) -> None:
         """Record cuBLAS's workspace when a thread first uses cuBLAS.
@@ -577,19 +637,16 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         """Record an allocation or a free if the size of a storage has changed."""
         known = self._live.get(storage._cdata)
         size = storage.nbytes()
-        if known is None or known[0]() is not storage or known[2] == size:
+        if known is None or known.reference() is not storage or known.num_bytes == size:
             return
-        reference, key, before = known
-        kind = self._kinds.get(key, "temporaries")
+        new_key = known.key
         if size:
             # `resize_` copies, so the old and the new memory are allocated at the same time.
-            new = self._record_request(size, "resize_")
-            self._kinds.setdefault(new, kind)
-            self._live[storage._cdata] = reference, new, size
-        else:
-            self._live[storage._cdata] = reference, key, 0
-        if before:
-            self.events.append(MemoryEvent(key, -before, "resize_"))
+            new_key = self._record_request(size, "resize_")
+            self._kinds.setdefault(new_key, self._kinds.get(known.key, "temporaries"))
+        self._live[storage._cdata] = _LiveStorage(known.reference, new_key, size)
+        if known.num_bytes:
+            self.events.append(MemoryEvent(known.key, -known.num_bytes, "resize_"))
 
     def _list_caveats(self) -> tuple[str, ...]:
         found: list[str] = []
@@ -605,7 +662,9 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                 "largest, so a run takes as much or less"
             )
         foreign = sorted(
-            name for name in self._operations if name.partition("::")[0] not in NAMESPACES and name not in self._table
+            name
+            for name in self._operations
+            if name.partition("::")[0] not in NAMESPACES and name not in self._early_scratch
         )
         if foreign:
             found.append(f"what these operations need besides their results is not known: {', '.join(foreign)}")

@@ -44,7 +44,7 @@ def require_no_group() -> None:
 
 
 @contextmanager
-def pretend_ranks(num_ranks: int, rank: int) -> Iterator[None]:
+def join_fake_group(num_ranks: int, rank: int) -> Iterator[None]:
     """Return a context in which this process acts as rank `rank` of `num_ranks`.
 
     Within the context, collectives return immediately and transfer no data.
@@ -80,7 +80,7 @@ class SharedChunks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class KeepRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RealTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode for use within a fake mode. An operation whose inputs are all real returns real tensors.
 
     A fake mode alone would remove the values of all tensors, even of those whose values are needed, such as RNG states.
@@ -171,28 +171,28 @@ class FakeCollectives(Collectives):
         return obj
 
 
-class AnswerNotReady(BaseException):
+class ObjectNotReady(BaseException):
     """Raised to abort a dry run that needs an object which another pipeline rank has not stored yet.
 
     It is not an error. It derives from `BaseException` so that error handlers do not catch it.
     """
 
 
-class PeerAnswers:
+class PeerObjects:
     """Store of the objects that pipeline ranks pass to object collectives, shared by the dry runs of these ranks.
 
     Attributes:
-        answers: For each collective in order, a dict with the object of each rank. All ranks call the collectives in
+        objects: For each collective in order, a dict with the object of each rank. All ranks call the collectives in
             the same order.
     """
 
     def __init__(self) -> None:
-        self.answers: list[dict[int, Any]] = []
+        self.objects: list[dict[int, Any]] = []
 
-    def share_answer(self, number: int, rank: int, obj: Any, num_ranks: int) -> list[Any]:
+    def share_object(self, number: int, rank: int, obj: Any, num_ranks: int) -> list[Any]:
         """Store this rank's object for a collective, and return the list of all ranks' objects.
 
-        Reading an object from the list raises AnswerNotReady if its rank has not stored it yet.
+        Reading an object from the list raises ObjectNotReady if its rank has not stored it yet.
 
         Args:
             number: Index of the collective.
@@ -200,9 +200,9 @@ class PeerAnswers:
             obj: Object to store.
             num_ranks: Number of ranks in the collective.
         """
-        if number == len(self.answers):
-            self.answers.append({})
-        known = self.answers[number]
+        if number == len(self.objects):
+            self.objects.append({})
+        known = self.objects[number]
         known[rank] = obj
         return _GatheredObjects(known.get(each, _NOT_STORED) for each in range(num_ranks))
 
@@ -214,13 +214,13 @@ _NOT_STORED = object()
 class _GatheredObjects(list[Any]):
     """List of the objects that the ranks have passed to one collective.
 
-    Reading the object of a rank that has not stored one yet raises AnswerNotReady.
+    Reading the object of a rank that has not stored one yet raises ObjectNotReady.
     """
 
     def __getitem__(self, rank: Any) -> Any:
         found = super().__getitem__(rank)
         if found is _NOT_STORED:
-            raise AnswerNotReady
+            raise ObjectNotReady
         return found
 
     def __iter__(self) -> Any:
@@ -234,12 +234,12 @@ class FakeStageGroup(FakeCollectives):
 
     Args:
         runtime: Runtime of the rank.
-        peer_answers: Objects stored by earlier dry runs.
+        peer_objects: Objects stored by earlier dry runs.
     """
 
-    def __init__(self, runtime: ProcessRuntime, peer_answers: PeerAnswers) -> None:
+    def __init__(self, runtime: ProcessRuntime, peer_objects: PeerObjects) -> None:
         super().__init__(runtime)
-        self._peer_answers = peer_answers
+        self._peer_objects = peer_objects
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         """Return the collectives of the subgroup that contains this rank.
@@ -250,7 +250,7 @@ class FakeStageGroup(FakeCollectives):
         if len(own) == 1:
             return FakeCollectives(self.runtime, is_alone=True)
         group = create_group(own, self.runtime.timeout + MARGIN) if len(own) < self.world_size else None
-        return StageLink(self.runtime, group, self._peer_answers)
+        return StageLink(self.runtime, group, self._peer_objects)
 
 
 class StageLink(FakeCollectives):
@@ -261,12 +261,12 @@ class StageLink(FakeCollectives):
     Args:
         runtime: Runtime of the rank.
         group: Process group of the subgroup, or None for all ranks.
-        peer_answers: Objects stored by earlier dry runs.
+        peer_objects: Objects stored by earlier dry runs.
     """
 
-    def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None, peer_answers: PeerAnswers) -> None:
+    def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None, peer_objects: PeerObjects) -> None:
         super().__init__(runtime, group)
-        self._peer_answers = peer_answers
+        self._peer_objects = peer_objects
         self._number = 0
 
     sum_in_place = Collectives.sum_in_place
@@ -279,10 +279,10 @@ class StageLink(FakeCollectives):
     def gather_objects(self, obj: Any) -> list[Any]:
         """Store this rank's object, and return a list of all ranks' objects for this collective.
 
-        Reading an object from the list raises AnswerNotReady if its rank has not stored it yet.
+        Reading an object from the list raises ObjectNotReady if its rank has not stored it yet.
         """
         number, self._number = self._number, self._number + 1
-        return self._peer_answers.share_answer(number, self.rank, obj, self.world_size)
+        return self._peer_objects.share_object(number, self.rank, obj, self.world_size)
 
 
 @contextmanager
@@ -293,8 +293,8 @@ def run_as_rank(
     machine_ranks: int,
     precision: str,
     options: EngineOptions,
-    peer_answers: PeerAnswers | None = None,
-    computes_on: str = "cpu",
+    peer_objects: PeerObjects | None = None,
+    device_type: str = "cpu",
 ) -> Iterator[Strategy | None]:
     """Return a context in which this process is one rank of a run, and the model is distributed over all ranks.
 
@@ -308,9 +308,9 @@ def run_as_rank(
         machine_ranks: Ranks per machine.
         precision: "no", "bf16" or "fp16".
         options: Options of the engines.
-        peer_answers: Objects stored by the dry runs of other pipeline ranks, or None for a layout without pipeline
+        peer_objects: Objects stored by the dry runs of other pipeline ranks, or None for a layout without pipeline
             stages.
-        computes_on: Device type of the ranks in the real run.
+        device_type: Device type of the ranks in the real run.
 
     Raises:
         PrepareError: If the model cannot be sharded.
@@ -318,14 +318,14 @@ def run_as_rank(
         UnsupportedError: If the layout is not supported.
     """
     num_ranks, strategy = layout.num_ranks, None
-    with pretend_ranks(num_ranks, rank):
+    with join_fake_group(num_ranks, rank):
         if not layout.is_replicas_only:
             machine = rank % machine_ranks, min(machine_ranks, num_ranks)
             here = ProcessRuntime(rank, num_ranks, *machine, CPU, torch.device("cpu"), owns_group=False)
-            everyone = FakeCollectives(here) if peer_answers is None else FakeStageGroup(here, peer_answers)
+            everyone = FakeCollectives(here) if peer_objects is None else FakeStageGroup(here, peer_objects)
             everyone.boxes = RankBoxes(layout)
-            strategy = build_strategy(everyone, options, layout, precision, device_type=computes_on)
-        spread_model(model, strategy, options, computes_on)
+            strategy = build_strategy(everyone, options, layout, precision, device_type=device_type)
+        spread_model(model, strategy, options, device_type)
         try:
             yield strategy
         finally:
@@ -335,21 +335,21 @@ def run_as_rank(
             gc.collect()  # engines and models form reference cycles, which would stay in memory with the next model
 
 
-def spread_model(model: nn.Module, strategy: Strategy | None, options: EngineOptions, computes_on: str = "cpu") -> None:
+def spread_model(model: nn.Module, strategy: Strategy | None, options: EngineOptions, device_type: str = "cpu") -> None:
     """Transform and shard the model in place, in the same way as `prepare`.
 
     Args:
         model: Model of fake tensors.
         strategy: Strategy that shards the model, or None to leave it unsharded.
         options: Options of the engines.
-        computes_on: Device type of the ranks in the real run.
+        device_type: Device type of the ranks in the real run.
 
     Raises:
         PrepareError: If the model cannot be sharded.
     """
     transforms: list[Callable[[nn.Module], Any]] = [halve_embeddings] if options.autocast.half_residual else []
     if options.checkpointing is not None:
-        device = torch.device(computes_on)
+        device = torch.device(device_type)
         transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=device))
     if strategy is None:
         for transform in transforms:

@@ -29,8 +29,8 @@ from headway.extras.moving_average import ModelAverages
 from headway.forecasting.device.devices import Device
 from headway.forecasting.device.kernels import substitute_kernels
 from headway.forecasting.tracing.compiled import refuse_compiled
-from headway.forecasting.tracing.fake import copy_leaf, explain_failure, fill_model
-from headway.forecasting.tracing.step import STEPS, choose_cuda_kernels, list_state, mark_model
+from headway.forecasting.tracing.fake import fill_model, make_empty_leaf, make_trace_error
+from headway.forecasting.tracing.step import NUM_UPDATES, choose_cuda_kernels, list_state, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.planning._torch import FakeTensorMode, disable_current_modes, tree_leaves, tree_map
 
@@ -163,7 +163,7 @@ class ScriptDryRun:
             self._begin_tracking()
         self._enter_phase("forward")
         with disable_current_modes(), self._fake:
-            without = tree_map(copy_leaf, batch)
+            without = tree_map(make_empty_leaf, batch)
         tensors = [leaf for leaf in tree_leaves(without) if isinstance(leaf, torch.Tensor)]
         if self.batch_size is None and tensors and tensors[0].dim():
             self.batch_size = tensors[0].shape[0]
@@ -216,7 +216,7 @@ class ScriptDryRun:
 
     def _list_late(self) -> set[int]:
         """Return the `id` of each optimizer that has made fewer updates than the dry run traces."""
-        return {each for each in self._followed if self._steps[each] < STEPS}
+        return {each for each in self._followed if self._steps[each] < NUM_UPDATES}
 
     def finish_trace(self) -> Trace:
         """Stop tracking and return the trace, with caveats about values that were read and updates that are missing."""
@@ -229,12 +229,12 @@ class ScriptDryRun:
             caveats.append(
                 f"values were read at {lines}; each was taken as 1, so a step that depends on them may take another path"
             )
-        if self.num_updates < STEPS:
+        if self.num_updates < NUM_UPDATES:
             caveats.append("the script ended after its first update; what later updates add is not in the numbers")
         elif late:
             caveats.append(
-                f"a lower bound: {len(late)} of {len(self._followed)} optimizers had stepped fewer than {STEPS} times when another "
-                f"had made {self.num_updates} updates and the trace ended, so their state, and maybe gradients, are missing"
+                f"a lower bound: {len(late)} of {len(self._followed)} optimizers had stepped fewer than {NUM_UPDATES} times when "
+                f"another had made {self.num_updates} updates and the trace ended, so their state, and maybe gradients, are missing"
             )
         return replace(found, caveats=tuple(caveats))
 
@@ -376,15 +376,15 @@ def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tu
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(str(script), run_name="__main__")
     except HeadwayError:
-        if dry_run.num_updates < STEPS:
+        if dry_run.num_updates < NUM_UPDATES:
             raise
     except SystemExit as leaving:
-        if leaving.code not in (None, 0) and dry_run.num_updates < STEPS:
+        if leaving.code not in (None, 0) and dry_run.num_updates < NUM_UPDATES:
             raise ConfigError(f"{script} ended with {leaving.code!r} before its second update") from leaving
     except BaseException as error:
-        if dry_run.num_updates < STEPS:
+        if dry_run.num_updates < NUM_UPDATES:
             if isinstance(error, Exception) and dry_run.is_running:
-                raise explain_failure(error, dry_run.tracker.last) from error
+                raise make_trace_error(error, dry_run.tracker.last) from error
             raise
         if not isinstance(error, Exception | ScriptFinished):
             raise

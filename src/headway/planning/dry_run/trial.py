@@ -36,7 +36,7 @@ from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning._torch import FakeTensorMode
 from headway.planning.dry_run.drive import ContextParallelDriver, MeasuredForward, PipelineDriver, Step, StepDriver
-from headway.planning.dry_run.fake_group import AnswerNotReady, KeepRealTensors, PeerAnswers, run_as_rank
+from headway.planning.dry_run.fake_group import ObjectNotReady, PeerObjects, RealTensorMode, run_as_rank
 from headway.planning.dry_run.meter import SHARED, ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
 from headway.planning.dry_run.states import StateBytes, count_state_bytes, describe_states
 from headway.planning.dry_run.updates import DryRunUpdates
@@ -49,7 +49,7 @@ _COUNTS = ("buffers", "weights", "gradients", "optimizer_state", "activations", 
 
 
 @dataclass(frozen=True)
-class TensorShare:
+class TensorSharding:
     """Description of a tensor of the model: its shape, and how it is sharded.
 
     Attributes:
@@ -75,14 +75,14 @@ class TensorShare:
         return {single for axis in found for single in axis.split("_")}
 
 
-def list_pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorShare]:
+def describe_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSharding]:
     """Return a description of each tensor: its shape, and how it is sharded.
 
     Args:
         named: Pairs of a name and a tensor. A tensor that is not a DTensor counts as unsharded.
     """
     return [
-        TensorShare(name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _list_cuts(tensor))
+        TensorSharding(name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _list_cuts(tensor))
         for name, tensor in named
     ]
 
@@ -136,7 +136,7 @@ class RankGroups:
                 for axis in inner:
                     self.coordinates[joint] = self.coordinates[joint] * self.sizes[axis] + self.coordinates[axis]
 
-    def count_elements(self, piece: TensorShare) -> tuple[torch.Tensor, torch.Tensor]:
+    def count_elements(self, piece: TensorSharding) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of a tensor's elements on each rank.
 
         Args:
@@ -205,7 +205,7 @@ class StepDryRun:
         buckets: Bytes of DDP's gradient buckets, which `trace` does not include.
     """
 
-    pieces: tuple[TensorShare, ...]
+    pieces: tuple[TensorSharding, ...]
     buffers: int
     weights: int
     gradients: int | None = None
@@ -245,7 +245,7 @@ def dry_run_rank(
     precision: str = "no",
     options: EngineOptions | None = None,
     machine_ranks: int = 8,
-    peer_answers: PeerAnswers | None = None,
+    peer_objects: PeerObjects | None = None,
     device: Device | None = None,
 ) -> StepDryRun:
     """Run one update as one rank of a layout, on a model whose tensors have no values and take no memory.
@@ -259,7 +259,7 @@ def dry_run_rank(
         precision: "no", "bf16" or "fp16".
         options: Options of the engines.
         machine_ranks: Ranks per machine.
-        peer_answers: Objects stored by the dry runs of other pipeline ranks, or None without pipeline stages.
+        peer_objects: Objects stored by the dry runs of other pipeline ranks, or None without pipeline stages.
         device: Device whose kernels' scratch memory is counted, or None for a CPU.
 
     Raises:
@@ -273,10 +273,10 @@ def dry_run_rank(
     options, fake = options or EngineOptions(), FakeTensorMode(allow_non_fake_inputs=True)
     fill_model(model, fake)
     # Entered outside of the fake mode, because tensors with the ranks of a device mesh must keep their values.
-    with run_as_rank(model, layout, rank, machine_ranks, precision, options, peer_answers) as strategy:
+    with run_as_rank(model, layout, rank, machine_ranks, precision, options, peer_objects) as strategy:
         drive = _make_driver(strategy, model, layout, options, step)
         modes: list[AbstractContextManager[Any]] = [substitute_kernels(device, precision), fake]
-        modes.append(KeepRealTensors())  # type: ignore[no-untyped-call]
+        modes.append(RealTensorMode())  # type: ignore[no-untyped-call]
         updates = DryRunUpdates(None if layout.pp > 1 else strategy, options)
         return run_update(model, layout, step, make_optimizer, precision, modes, drive, device, updates)
 
@@ -323,7 +323,7 @@ def run_update(
     named = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
     buffers = count_storage_bytes(buffer for buffer in model.buffers() if not buffer.is_meta)
     own = [*model.parameters(), *model.buffers()]
-    cut, weights = tuple(list_pieces(named)), count_storage_bytes(parameter for _, parameter in named)
+    cut, weights = tuple(describe_tensors(named)), count_storage_bytes(parameter for _, parameter in named)
     if step is None:
         return StepDryRun(cut, buffers, weights)
     meter = StepMeter(layout)
@@ -406,7 +406,7 @@ def _count_ddp_bytes(model: nn.Module, layout: Layout) -> int | None:
     return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
-def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswers], StepDryRun]) -> tuple[StepDryRun, ...]:
+def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerObjects], StepDryRun]) -> tuple[StepDryRun, ...]:
     """Run the dry runs of all pipeline ranks of the first replica, and return their results by stage.
 
     A dry run that needs objects from later ranks is repeated.
@@ -418,17 +418,17 @@ def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerAnswers], St
     Raises:
         StateError: If the ranks wait for each other forever.
     """
-    peer_answers, found = PeerAnswers(), dict[int, StepDryRun]()
+    peer_objects, found = PeerObjects(), dict[int, StepDryRun]()
     ranks = layout.list_groups("pp")[0]
     while len(found) < len(ranks):
-        before = len(found), sum(map(len, peer_answers.answers))
+        before = len(found), sum(map(len, peer_objects.objects))
         for place, rank in enumerate(ranks):
             if place not in found:
                 try:
-                    found[place] = dry_run_rank(rank, peer_answers)
-                except AnswerNotReady:
+                    found[place] = dry_run_rank(rank, peer_objects)
+                except ObjectNotReady:
                     continue
-        if (len(found), sum(map(len, peer_answers.answers))) == before:
+        if (len(found), sum(map(len, peer_objects.objects))) == before:
             raise StateError(f"the stages of a pipeline of {len(ranks)} ranks wait for each other in their dry runs")
     return tuple(found[place] for place in range(len(ranks)))
 

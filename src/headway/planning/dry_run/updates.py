@@ -25,7 +25,7 @@ from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning._torch import FakeTensorMode, disable_current_modes
 from headway.planning.dry_run.boxes import RankBoxes
 from headway.planning.dry_run.fake_group import run_as_rank
-from headway.planning.optimizers import MuonAndAdamW, Optimizer, list_parts, reads_elements
+from headway.planning.optimizers import MuonAndAdamW, Optimizer, is_elementwise, list_inner_optimizers
 
 _OWNED = (UpdateKind.OWNED, UpdateKind.TOGETHER)
 
@@ -54,7 +54,7 @@ class DryRunUpdates:
         if self._strategy is None:
             return
         with disable_current_modes():  # Headway tries unknown optimizers on small tensors with values
-            for part in list_parts(optimizer):
+            for part in list_inner_optimizers(optimizer):
                 self._strategy.check_optimizer(part)
 
     def step_optimizer(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
@@ -64,7 +64,7 @@ class DryRunUpdates:
             optimizer: Optimizer that `adopt_optimizer` has checked.
             closure: Closure of the step, or None. Default: None.
         """
-        for part in list_parts(optimizer):
+        for part in list_inner_optimizers(optimizer):
             with answer_reads(part):
                 if self._strategy is None:
                     part.step(*([] if closure is None else [closure]))
@@ -101,7 +101,7 @@ def find_owners(optimizer: optim.Optimizer, options: EngineOptions, num_ranks: i
     """
     wanted = None if options.sharding is None else options.sharding.whole_updates
     found: dict[torch.Tensor, int] = {}
-    for part in list_parts(optimizer) if wanted is not False else ():
+    for part in list_inner_optimizers(optimizer) if wanted is not False else ():
         try:
             kind = choose_kind(part, bool(wanted))
         except TrialRefused:
@@ -144,7 +144,7 @@ def find_fullest_owner(
     is_forced = options.sharding is not None and options.sharding.whole_updates is True
     if make_optimizer is None or layout.is_replicas_only or layout.pp > 1:
         return None
-    if not is_forced and (reads_elements(optimizer) or _is_known_direct(optimizer)):
+    if not is_forced and (is_elementwise(optimizer) or _is_known_direct(optimizer)):
         return None
     with init_empty_weights(include_buffers=True):
         model = make()

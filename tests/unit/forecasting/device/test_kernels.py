@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headway.forecasting.device.attention import AttentionKernel
+from headway.forecasting.device.attention import AttentionRules
 from headway.forecasting.device.devices import find_device
 from headway.forecasting.tracing.fake import trace_step
 from headway.forecasting.tracing.step import StepRecipe
@@ -37,7 +37,7 @@ H100, A100, T4 = (9, 0), (8, 0), (7, 5)
 def test_chosen_kernel(capability, version, dtype, width, groups, mask, p, kernel):
     query, key = torch.empty(2, 8, 16, width, dtype=dtype), torch.empty(2, groups, 16, width, dtype=dtype)
     added = torch.empty(2, 1, 16, 16, dtype=dtype) if mask else None
-    assert AttentionKernel(capability, version).choose_kernel(query, key, added, p, False, True) == kernel
+    assert AttentionRules(capability, version).choose_kernel(query, key, added, p, False, True) == kernel
 
 
 LENGTH = 1024

@@ -78,7 +78,7 @@ def test_gpu_runs_all_layers_in_one_call(kind, options, precision):
     kept = {"LSTM": 6, "GRU": 5, "RNN": 1}[kind] * values
     assert more > kept
     unsure, before = (
-        next(event.num_bytes for event in each.events if event.what == UNSURE) for each in (longer, found)
+        next(event.num_bytes for event in each.events if event.operation == UNSURE) for each in (longer, found)
     )
     assert unsure - before > kept  # `most` has room for twice the assumed reserve
 

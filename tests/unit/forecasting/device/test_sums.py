@@ -54,6 +54,7 @@ def test_sum_within_a_block_requests_nothing():
     assert list_requests("h100", (64, 64), [0]) == []
     assert list_requests("h100", (100_000, 64), [1]) == []
     assert list_requests("h100", (0, 64), [0]) == []
+    assert list_requests("h100", (100_000, 0, 512), [0, 2]) == []
 
 
 def test_integers_become_int64_before_they_are_summed():

@@ -183,7 +183,7 @@ def test_memory_is_split_by_kind():
 
 def test_origin_of_memory_is_a_line_of_the_user():
     found = trace_net(batch=4096)
-    assert any("test_fake.py" in event.where for event in found.events)
+    assert any("test_fake.py" in event.source_line for event in found.events)
 
 
 def test_dropout_keeps_one_byte_per_element_on_a_gpu_and_four_on_a_cpu():
@@ -282,7 +282,7 @@ def test_interpolation_under_autocast_is_in_float32_on_a_gpu():
         for device in (CARD, CPU)
     )
     for found, width in ((on_card, 4), (on_cpu, 2)):
-        sizes = {event.num_bytes for event in found.events if event.what == "aten::upsample_nearest2d"}
+        sizes = {event.num_bytes for event in found.events if event.operation == "aten::upsample_nearest2d"}
         assert 2 * 8 * 64 * 64 * width in sizes
 
 

@@ -7,7 +7,7 @@ import headway
 from benchmarks.forecast.truth import measure_peak
 from headway.forecasting.tracing.four_bit import is_unpacked_four_bit, iterate_scales
 from headway.forecasting.tracing.step import StepRecipe
-from headway.planning.sources import find_source, make_trainable
+from headway.planning.sources import find_source, make_forecast_functions
 
 transformers = pytest.importorskip("transformers")
 bnb = pytest.importorskip("bitsandbytes")
@@ -48,7 +48,7 @@ def load_model(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_qlora_forecast_equals_the_real_model(folder, precision):
-    make, batch, loss = make_trainable(find_source(str(folder), 4, 64), dtype="int4", lora=4)
+    make, batch, loss = make_forecast_functions(find_source(str(folder), 4, 64), dtype="int4", lora=4)
     found = headway.forecast(make, batch, loss=loss, device="cpu", precision=precision, batch_size=4, largest=False)
     model = load_model(folder)
     layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]

@@ -80,7 +80,7 @@ def trace_model(
 
 
 def list_events(found: Trace) -> list[MemoryEvent]:
-    return [event._replace(where="") for event in found.events]
+    return [event._replace(source_line="") for event in found.events]
 
 
 def trace_both(kind: type[Chain], widths: list[int], prepare: Any = None, **recipe: Any) -> tuple[Trace, Trace, int]:

@@ -6,12 +6,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from headway.core.config.mesh import parse_layout
 from headway.planning.dry_run.boxes import RankBoxes, list_coordinates
-from headway.planning.dry_run.fake_group import pretend_ranks
+from headway.planning.dry_run.fake_group import join_fake_group
 
 
 def test_rows_are_split_like_torch_chunks_them():
     layout = parse_layout("fsdp").resolve(4)
-    with pretend_ranks(4, 0):
+    with join_fake_group(4, 0):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
         tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], shape=torch.Size((5, 3)), stride=(3, 1))
         found = RankBoxes(layout).list_boxes(tensor)
@@ -20,7 +20,7 @@ def test_rows_are_split_like_torch_chunks_them():
 
 def test_replicas_have_equal_boxes():
     layout = parse_layout("hsdp=2").resolve(4)
-    with pretend_ranks(4, 0):
+    with join_fake_group(4, 0):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Replicate(), Shard(0)])
         found = RankBoxes(layout).list_boxes(tensor)
@@ -29,7 +29,7 @@ def test_replicas_have_equal_boxes():
 
 def test_matrix_is_split_along_both_dimensions():
     layout = parse_layout("fsdp+tp=2").resolve(4)
-    with pretend_ranks(4, 0):
+    with join_fake_group(4, 0):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
         tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0), Shard(1)])
         found = RankBoxes(layout).list_boxes(tensor)

@@ -11,6 +11,10 @@ import torch
 from torch import nn
 
 import headway
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.tracing.trace import StorageTracker
+from headway.planning._torch import FakeTensorMode
+from headway.planning.dry_run.script import ScriptTracker
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +46,21 @@ for step, (inputs, targets) in enumerate(loader):
     assert step < 8, "the script went on"
 raise SystemExit("the script was not left")
 """
+
+
+@pytest.mark.parametrize("tracker_class", [StorageTracker, ScriptTracker])
+def test_gradients_of_a_reused_tensor_are_summed_in_place(tracker_class):
+    """On plain tensors, autograd adds the second gradient to the first, so a trace has no allocation for their sum."""
+    with FakeTensorMode():
+        weight, inputs = nn.Parameter(torch.empty(256, 256)), torch.empty(256, 256)
+        with tracker_class(find_device("a100-40gb")) as tracker:
+            hidden = inputs @ weight
+            loss = (hidden * 2 + torch.tanh(hidden)).sum()
+            tracker.enter_phase("step 1 backward")
+            loss.backward()
+    events = tracker.build_trace().events
+    added = [event for event in events if event.operation == "aten::add" and event.num_bytes > 0]
+    assert len(added) == 1, "only the sum in forward"
 
 
 def build_net():

@@ -11,7 +11,7 @@ from headway.core.config.mesh import parse_layout
 from headway.errors import StateError, UnsupportedError
 from headway.planning.compare import compare_layouts, plan
 from headway.planning.costs import ClusterRates, StageTimeline, compute_cost, simulate_stages
-from headway.planning.dry_run.fake_group import AnswerNotReady, PeerAnswers
+from headway.planning.dry_run.fake_group import ObjectNotReady, PeerObjects
 from headway.planning.dry_run.meter import PlanEvent
 from headway.planning.sources import make_config_source
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss
@@ -126,12 +126,12 @@ def test_stages_that_wait_for_each_other_are_reported():
 
 
 def test_object_that_is_none_is_an_answer():
-    answers = PeerAnswers()
-    first = answers.share_answer(0, 0, None, 2)
+    answers = PeerObjects()
+    first = answers.share_object(0, 0, None, 2)
     assert first[0] is None
-    with pytest.raises(AnswerNotReady):
+    with pytest.raises(ObjectNotReady):
         first[1]
-    assert list(answers.share_answer(0, 1, "text", 2)) == [None, "text"]
+    assert list(answers.share_object(0, 1, "text", 2)) == [None, "text"]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from headway.core.config.mesh import Layout, parse_layout
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.forecasting.device.devices import find_device
 from headway.planning.dry_run import fake_group
-from headway.planning.dry_run.fake_group import SharedChunks, pretend_ranks
+from headway.planning.dry_run.fake_group import SharedChunks, join_fake_group
 from headway.planning.dry_run.meter import MeteredCollective, Volume
 from headway.planning.dry_run.trial import dry_run_rank, run_update
 from headway.planning.outcome import RankShares
@@ -171,7 +171,7 @@ def test_dry_run_leaves_no_process_group():
 
 
 def test_process_with_a_group_is_refused():
-    with pretend_ranks(2, 0), pytest.raises(StateError, match="has not joined a process group"):
+    with join_fake_group(2, 0), pytest.raises(StateError, match="has not joined a process group"):
         dry_run_rank(chain, parse_layout("fsdp").resolve(4), 0, None, None)
 
 
