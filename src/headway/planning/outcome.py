@@ -11,7 +11,7 @@ from headway.common.text import format_bytes, format_columns, format_number
 from headway.core.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
 from headway.planning.dry_run.states import StateBytes
-from headway.planning.dry_run.trial import RankGroups, StepDryRun, TensorSharding
+from headway.planning.dry_run.trial import RankCoordinates, StepDryRun, TensorSharding
 
 NOT_COUNTED = "not counted"
 """Text in place of a number that was not counted."""
@@ -61,11 +61,11 @@ class RankShares:
 
     Args:
         layout: Layout of the run.
-        cut: Parameters of the model, and how they are sharded.
-        states: Optimizer state of each parameter. Empty without an optimizer.
+        parameters: Parameters of the model, and how they are sharded.
+        states: Optimizer state of each parameter, in the order of `parameters`. Empty without an optimizer.
         buffers: Bytes of buffers at each pipeline stage.
-        at_peak: Additional bytes that each pipeline stage needs at its peak. They only serve to determine which rank
-            needs the most memory.
+        at_peak: Additional bytes that each pipeline stage needs at its peak, such as activations. They are not part of
+            any rank's `RankShare`, and only serve to determine which rank needs the most memory. Empty: none.
 
     Attributes:
         num_empty: Number of ranks that have no element of any parameter.
@@ -79,62 +79,62 @@ class RankShares:
     def __init__(
         self,
         layout: Layout,
-        cut: Iterable[TensorSharding],
+        parameters: Sequence[TensorSharding],
         states: Iterable[StateBytes],
         buffers: Sequence[int],
         at_peak: Sequence[int] = (),
     ) -> None:
         self._layout = layout
-        self._ranks = RankGroups(layout)
+        self._ranks = RankCoordinates(layout)
         zero = torch.zeros(layout.num_ranks, dtype=torch.long)
         self._at_peak = self._ranks.spread_by_stage(at_peak) if at_peak else zero
         self._weights = self._ranks.spread_by_stage(buffers)
         self._gradients = zero + 0
         self._state = zero + 0
         self._padding = zero + 0
-        held_any, written = zero.bool(), zero.double()
+        has_any, written = zero.bool(), zero.double()
         gaps: list[tuple[int, str]] = []
-        cut = list(cut)
-        states = list(states) or [StateBytes(0, 0)] * len(cut)
-        for piece, state in zip(cut, states):
-            held, stored = self._ranks.count_elements(piece)
-            self._weights += stored * piece.itemsize
-            self._padding += (stored - held) * piece.itemsize
-            if piece.learns:
-                self._gradients += stored * piece.itemsize
-            is_there = 1 if piece.stages is None else self._ranks.is_on(piece.stages)
+        for parameter, state in zip(parameters, list(states) or [StateBytes(0, 0)] * len(parameters)):
+            num_elements, num_allocated = self._ranks.count_elements(parameter)
+            self._weights += num_allocated * parameter.itemsize
+            self._padding += (num_allocated - num_elements) * parameter.itemsize
+            if parameter.requires_grad:
+                self._gradients += num_allocated * parameter.itemsize
             if state.owner is None:
-                self._state += held * state.per_element + state.fixed * is_there
-                written += self._count_written(piece, held * (piece.itemsize + state.per_element))
+                has_stage = 1 if parameter.stages is None else self._ranks.mask_stages(parameter.stages)
+                self._state += num_elements * state.per_element + state.fixed * has_stage
+                written += self._count_written(parameter, num_elements * (parameter.itemsize + state.per_element))
             else:
-                whole = prod(piece.shape) * state.per_element + state.fixed
-                self._state[state.owner] += whole
-                written += self._count_written(piece, held * piece.itemsize)
-                written[state.owner] += whole
-            num_holders = int((held > 0).sum())
-            held_any |= held > 0
-            if num_holders < layout.num_ranks and piece.stages is None:
-                gaps.append((num_holders, piece.name))
-        self.num_empty = int((~held_any).sum())
+                owned_bytes = prod(parameter.shape) * state.per_element + state.fixed
+                self._state[state.owner] += owned_bytes
+                written += self._count_written(parameter, num_elements * parameter.itemsize)
+                written[state.owner] += owned_bytes
+            has_any |= num_elements > 0
+            num_ranks = int((num_elements > 0).sum())
+            if num_ranks < layout.num_ranks and parameter.stages is None:
+                gaps.append((num_ranks, parameter.name))
+        self.num_empty = int((~has_any).sum())
         self.num_with_gaps = len(gaps)
         self.thinnest = min(gaps) if gaps else None
         self.saved = CheckpointSize(int((written > 0).sum()), round(float(written.sum())), round(float(written.max())))
 
-    def _count_written(self, piece: TensorSharding, num_bytes: torch.Tensor) -> torch.Tensor:
+    def _count_written(self, parameter: TensorSharding, num_bytes: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a parameter that each rank writes to a checkpoint, as a tensor of shape (num_ranks,).
 
         Args:
-            piece: Description of the parameter.
-            num_bytes: Bytes of the parameter and its optimizer state on each rank.
+            parameter: Description of the parameter.
+            num_bytes: Bytes of the parameter, and of its optimizer state if each rank has that of its shard, on each
+                rank.
         """
         layout = self._layout
-        if piece.stages is not None and len(piece.stages) < layout.pp:
+        if parameter.stages is not None and len(parameter.stages) < layout.pp:
             # The first rank that has the parameter, or a shard of it, writes it.
-            writes = self._ranks.is_on(frozenset((min(piece.stages),)))
-            for axis in layout.sizes.keys() - {"pp", *piece.axes}:
+            writes = self._ranks.mask_stages(frozenset((min(parameter.stages),)))
+            for axis in layout.sizes.keys() - {"pp", *parameter.axes}:
                 writes = writes & (self._ranks.coordinates[axis] == 0)
             return num_bytes * writes
-        return num_bytes / prod(size for axis, size in layout.sizes.items() if axis not in piece.axes)
+        # Ranks with equal shards write equal parts.
+        return num_bytes / prod(size for axis, size in layout.sizes.items() if axis not in parameter.axes)
 
     def get_share(self, rank: int) -> RankShare:
         """Return the memory of the rank with this number."""
@@ -275,9 +275,9 @@ def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], toke
             rank 0, or of the rank that needs the most memory for updates.
         tokens: Tokens of one data shard in one update, or 0 if unknown.
     """
-    cut, states = _join_trials(layout, trials)
+    parameters, states = _merge_stages(layout, trials)
     at_peak = [trial.activations or 0 for trial in trials]
-    shares = RankShares(layout, cut, states, [trial.buffers for trial in trials], at_peak)
+    shares = RankShares(layout, parameters, states, [trial.buffers for trial in trials], at_peak)
     is_pipeline, has_step = layout.pp > 1, trials[0].volumes is not None
     stages = tuple(
         Stage(
@@ -293,7 +293,7 @@ def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], toke
     return Plan(
         strategy=strategy,
         layout=layout,
-        num_parameters=sum(prod(piece.shape) for piece in cut),
+        num_parameters=sum(prod(parameter.shape) for parameter in parameters),
         shares=shares,
         exchanges=max(stages, key=lambda stage: stage.sent).exchanges if has_step else None,
         flops=max(stage.flops for stage in stages) if has_step else None,
@@ -305,7 +305,7 @@ def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], toke
     )
 
 
-def _join_trials(
+def _merge_stages(
     layout: Layout, trials: Sequence[StepDryRun]
 ) -> tuple[tuple[TensorSharding, ...], tuple[StateBytes, ...]]:
     """Merge the parameters of all pipeline stages' dry runs.
@@ -317,16 +317,19 @@ def _join_trials(
     Returns:
         The parameters, each with the stages that have it, and the optimizer state of each parameter.
     """
-    on: dict[str, set[int]] = {}
-    found: dict[str, tuple[TensorSharding, StateBytes | None]] = {}
-    for place, trial in enumerate(trials):
-        for index, piece in enumerate(trial.pieces):
-            on.setdefault(piece.name, set()).add(place)
-            found.setdefault(piece.name, (piece, trial.states[index] if trial.states else None))
-    pieces = tuple(
-        replace(piece, stages=None if layout.pp == 1 else frozenset(on[name])) for name, (piece, _) in found.items()
-    )
-    return pieces, tuple(state for _, state in found.values() if state is not None)
+    stages: dict[str, set[int]] = {}
+    parameters: dict[str, TensorSharding] = {}
+    states: dict[str, StateBytes] = {}
+    for stage, trial in enumerate(trials):
+        for index, parameter in enumerate(trial.parameters):
+            stages.setdefault(parameter.name, set()).add(stage)
+            if parameter.name not in parameters:
+                parameters[parameter.name] = parameter
+                if trial.states:
+                    states[parameter.name] = trial.states[index]
+    if layout.pp > 1:
+        parameters = {name: replace(each, stages=frozenset(stages[name])) for name, each in parameters.items()}
+    return tuple(parameters.values()), tuple(states.values())
 
 
 def _estimate_gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bool) -> int:

@@ -189,22 +189,27 @@ class PeerObjects:
     def __init__(self) -> None:
         self.objects: list[dict[int, Any]] = []
 
+    @property
+    def num_stored(self) -> int:
+        """Number of objects that are stored, over all collectives and ranks."""
+        return sum(map(len, self.objects))
+
     def share_object(self, number: int, rank: int, obj: Any, num_ranks: int) -> list[Any]:
         """Store this rank's object for a collective, and return the list of all ranks' objects.
 
         Reading an object from the list raises ObjectNotReady if its rank has not stored it yet.
 
         Args:
-            number: Index of the collective.
+            number: 0-based index of the collective among those that each rank calls.
             rank: This rank.
             obj: Object to store.
             num_ranks: Number of ranks in the collective.
         """
         if number == len(self.objects):
             self.objects.append({})
-        known = self.objects[number]
-        known[rank] = obj
-        return _GatheredObjects(known.get(each, _NOT_STORED) for each in range(num_ranks))
+        by_rank = self.objects[number]
+        by_rank[rank] = obj
+        return _GatheredObjects(by_rank.get(each, _NOT_STORED) for each in range(num_ranks))
 
 
 _NOT_STORED = object()
@@ -267,7 +272,7 @@ class StageLink(FakeCollectives):
     def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None, peer_objects: PeerObjects) -> None:
         super().__init__(runtime, group)
         self._peer_objects = peer_objects
-        self._number = 0
+        self._num_collectives = 0
 
     sum_in_place = Collectives.sum_in_place
     broadcast_in_place = Collectives.broadcast_in_place
@@ -281,7 +286,8 @@ class StageLink(FakeCollectives):
 
         Reading an object from the list raises ObjectNotReady if its rank has not stored it yet.
         """
-        number, self._number = self._number, self._number + 1
+        number = self._num_collectives
+        self._num_collectives += 1
         return self._peer_objects.share_object(number, self.rank, obj, self.world_size)
 
 

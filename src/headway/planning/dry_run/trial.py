@@ -41,7 +41,7 @@ from headway.planning.dry_run.meter import SHARED, ActivationMeter, MeteredColle
 from headway.planning.dry_run.states import StateBytes, count_state_bytes, describe_states
 from headway.planning.dry_run.updates import DryRunUpdates
 
-_SHARDED = frozenset({"shard", "cp", *SHARED.values()})
+_PADDED_AXES = frozenset({"shard", "cp", *SHARED.values()})
 """Axes along which `fully_shard` pads tensors, so that every rank allocates as many elements as the first."""
 
 _COUNTS = ("buffers", "weights", "gradients", "optimizer_state", "activations", "buckets")
@@ -50,29 +50,33 @@ _COUNTS = ("buffers", "weights", "gradients", "optimizer_state", "activations", 
 
 @dataclass(frozen=True)
 class TensorSharding:
-    """Description of a tensor of the model: its shape, and how it is sharded.
+    """Description of a parameter: its shape, and how it is sharded.
 
     Attributes:
-        name: Name of the tensor in the unwrapped model.
-        shape: Shape of the full tensor.
+        name: Name of the parameter in the unwrapped model.
+        shape: Shape of the full parameter.
         itemsize: Bytes per element.
-        learns: Whether the tensor gets a gradient.
-        cuts: Axes of the layout that shard a dimension of the tensor, in the order of sharding, by dimension.
-        stages: Pipeline stages that have the tensor, or None for all.
+        requires_grad: Whether the parameter gets a gradient.
+        sharding_axes: Axes of the layout that shard a dimension, in the order of sharding, by index of the dimension.
+            Dimensions that are not sharded have no entry.
+        stages: Indices of the pipeline stages that have the parameter, or None for all.
     """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    learns: bool
-    cuts: dict[int, tuple[str, ...]]
+    requires_grad: bool
+    sharding_axes: dict[int, tuple[str, ...]]
     stages: frozenset[int] | None = None
 
     @property
     def axes(self) -> set[str]:
-        """Names of the layout's axes that shard the tensor along any dimension."""
-        found = {axis for axes in self.cuts.values() for axis in axes}
-        return {single for axis in found for single in axis.split("_")}
+        """Names of the layout's axes that shard the parameter along any dimension.
+
+        A joint axis, such as "shard_cp", is replaced by its single axes.
+        """
+        all_axes = {axis for axes in self.sharding_axes.values() for axis in axes}
+        return {single for axis in all_axes for single in axis.split("_")}
 
 
 def describe_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSharding]:
@@ -82,12 +86,14 @@ def describe_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSh
         named: Pairs of a name and a tensor. A tensor that is not a DTensor counts as unsharded.
     """
     return [
-        TensorSharding(name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _list_cuts(tensor))
+        TensorSharding(
+            name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _find_sharding_axes(tensor)
+        )
         for name, tensor in named
     ]
 
 
-def _list_cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
+def _find_sharding_axes(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
     """Return, for each sharded dimension of a tensor, the axes of the layout that shard it, in the order of sharding.
 
     The dict is empty if the tensor is not a DTensor.
@@ -108,8 +114,8 @@ def _list_cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
     return {dim: tuple(axes) for dim, axes in found.items()}
 
 
-class RankGroups:
-    """Coordinates of all ranks along the axes of a layout, used to count the tensor elements on each rank.
+class RankCoordinates:
+    """Coordinates of all ranks along the axes of a layout, used to count the parameters' elements on each rank.
 
     Args:
         layout: Layout of the run.
@@ -128,38 +134,38 @@ class RankGroups:
         for axis, size in self.sizes.items():
             stride //= size
             self.coordinates[axis] = ranks // stride % size
-        self._cuts = dict(self.sizes)
+        self._sizes_with_joint = dict(self.sizes)
         for inner, joint in SHARED.items():
             if all(axis in self.sizes for axis in inner):
-                self._cuts[joint] = layout.shard * prod(self.sizes[axis] for axis in inner)
+                self._sizes_with_joint[joint] = layout.shard * prod(self.sizes[axis] for axis in inner)
                 self.coordinates[joint] = self.coordinates.get("shard", torch.zeros_like(ranks))
                 for axis in inner:
                     self.coordinates[joint] = self.coordinates[joint] * self.sizes[axis] + self.coordinates[axis]
 
-    def count_elements(self, piece: TensorSharding) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of a tensor's elements on each rank.
+    def count_elements(self, parameter: TensorSharding) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the number of a parameter's elements on each rank.
 
         Args:
-            piece: Description of the tensor and its sharding.
+            parameter: Description of the parameter and its sharding.
 
         Returns:
             Two tensors of shape (num_ranks,): the number of elements that each rank has, and the number of elements for
             which the rank allocates memory, including padding.
         """
-        held = stored = torch.ones(self.num_ranks, dtype=torch.long)
-        for dim, size in enumerate(piece.shape):
-            length = room = torch.full((self.num_ranks,), size)
-            for axis in piece.cuts.get(dim, ()):
-                if axis not in self._cuts:
+        num_elements = num_allocated = torch.ones(self.num_ranks, dtype=torch.long)
+        for dim, size in enumerate(parameter.shape):
+            length = padded_length = torch.full((self.num_ranks,), size)
+            for axis in parameter.sharding_axes.get(dim, ()):
+                if axis not in self._sizes_with_joint:
                     continue
-                chunk = -(-length // self._cuts[axis])
+                chunk = -(-length // self._sizes_with_joint[axis])
                 length = (length - chunk * self.coordinates[axis]).clamp(min=0).minimum(chunk)
-                room = chunk if axis in _SHARDED else length
-            held, stored = held * length, stored * room
-        if piece.stages is not None:
-            is_here = self.is_on(piece.stages)
-            held, stored = held * is_here, stored * is_here
-        return held, stored
+                padded_length = chunk if axis in _PADDED_AXES else length
+            num_elements, num_allocated = num_elements * length, num_allocated * padded_length
+        if parameter.stages is not None:
+            has_parameter = self.mask_stages(parameter.stages)
+            num_elements, num_allocated = num_elements * has_parameter, num_allocated * has_parameter
+        return num_elements, num_allocated
 
     def spread_by_stage(self, values: Sequence[int]) -> torch.Tensor:
         """Return a tensor of shape (num_ranks,) with the value of each rank's pipeline stage.
@@ -169,7 +175,7 @@ class RankGroups:
         """
         return torch.tensor(values, dtype=torch.long)[self.coordinates["pp"]]
 
-    def is_on(self, stages: frozenset[int]) -> torch.Tensor:
+    def mask_stages(self, stages: frozenset[int]) -> torch.Tensor:
         """Return a boolean tensor of shape (num_ranks,) that is True for the ranks of the given pipeline stages."""
         return torch.isin(self.coordinates["pp"], torch.tensor(sorted(stages)))
 
@@ -191,7 +197,7 @@ class StepDryRun:
     """Measurements of the dry run of one rank: memory, communication and computation.
 
     Attributes:
-        pieces: Parameters of the model, and how they are sharded.
+        parameters: Parameters of the model on this rank, and how they are sharded.
         buffers: Bytes of buffers.
         weights: Bytes of the parameters' storages.
         gradients: Bytes of the gradients' storages, or None without a step.
@@ -205,7 +211,7 @@ class StepDryRun:
         buckets: Bytes of DDP's gradient buckets, which `trace` does not include.
     """
 
-    pieces: tuple[TensorSharding, ...]
+    parameters: tuple[TensorSharding, ...]
     buffers: int
     weights: int
     gradients: int | None = None
@@ -228,12 +234,12 @@ class StepDryRun:
         """
         if self.trace is None:
             return None
-        held = most = 0
+        in_use = peak = 0
         for index, event in enumerate(separate_unsure(self.trace.events)[0]):
-            held += event.num_bytes
-            later = self.optimizer_state or 0 if index < self.trace.phases["update"] else 0
-            most = max(most, held + later)
-        return most + self.buckets
+            in_use += event.num_bytes
+            missing_state = self.optimizer_state or 0 if index < self.trace.phases["update"] else 0
+            peak = max(peak, in_use + missing_state)
+        return peak + self.buckets
 
 
 def dry_run_rank(
@@ -323,9 +329,9 @@ def run_update(
     named = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
     buffers = count_storage_bytes(buffer for buffer in model.buffers() if not buffer.is_meta)
     own = [*model.parameters(), *model.buffers()]
-    cut, weights = tuple(describe_tensors(named)), count_storage_bytes(parameter for _, parameter in named)
+    described, weights = tuple(describe_tensors(named)), count_storage_bytes(parameter for _, parameter in named)
     if step is None:
-        return StepDryRun(cut, buffers, weights)
+        return StepDryRun(described, buffers, weights)
     meter = StepMeter(layout)
     memory = StorageTracker(device)
     saved = ActivationMeter(meter, own, memory)
@@ -350,9 +356,8 @@ def run_update(
             meter.phase = "update"
             memory.enter_phase("update")
             reduced = _count_ddp_bytes(model, layout)
-            if (
-                reduced is not None
-            ):  # DDP's C++ engine rejects fake tensors, so its all-reduce of all gradients is added
+            # DDP's C++ engine rejects fake tensors, so its all-reduce of all gradients is added here.
+            if reduced is not None:
                 exchange = MeteredCollective("backward", "all_reduce", "replicate", layout.replicate)
                 meter.volumes[exchange] = Volume(1, reduced, reduced)
             if optimizer is not None:
@@ -366,7 +371,7 @@ def run_update(
             states = describe_states(parameters, optimizer, make_optimizer, updates, layout.num_ranks)
     buckets = _count_ddp_bytes(model, layout) or 0  # DDP's buckets contain a second copy of all gradients
     return StepDryRun(
-        pieces=cut,
+        parameters=described,
         buffers=buffers,
         weights=weights,
         gradients=gradients,
@@ -418,19 +423,20 @@ def dry_run_stages(layout: Layout, dry_run_rank: Callable[[int, PeerObjects], St
     Raises:
         StateError: If the ranks wait for each other forever.
     """
-    peer_objects, found = PeerObjects(), dict[int, StepDryRun]()
+    peer_objects = PeerObjects()
+    dry_runs: dict[int, StepDryRun] = {}  # by stage
     ranks = layout.list_groups("pp")[0]
-    while len(found) < len(ranks):
-        before = len(found), sum(map(len, peer_objects.objects))
-        for place, rank in enumerate(ranks):
-            if place not in found:
+    while len(dry_runs) < len(ranks):
+        progress = len(dry_runs), peer_objects.num_stored
+        for stage, rank in enumerate(ranks):
+            if stage not in dry_runs:
                 try:
-                    found[place] = dry_run_rank(rank, peer_objects)
+                    dry_runs[stage] = dry_run_rank(rank, peer_objects)
                 except ObjectNotReady:
                     continue
-        if (len(found), sum(map(len, peer_objects.objects))) == before:
+        if (len(dry_runs), peer_objects.num_stored) == progress:
             raise StateError(f"the stages of a pipeline of {len(ranks)} ranks wait for each other in their dry runs")
-    return tuple(found[place] for place in range(len(ranks)))
+    return tuple(dry_runs[stage] for stage in range(len(ranks)))
 
 
 def can_repeat_blocks(options: EngineOptions) -> bool:
@@ -463,7 +469,7 @@ def dry_run_repeated(
     blocks = find_blocks(model)
     if blocks is None:
         return None
-    found: dict[int, StepDryRun] = {}
+    dry_runs: dict[int, StepDryRun] = {}  # by number of repetitions
 
     def trace_repeats(count: int) -> Trace:
         def make_shortened() -> nn.Module:
@@ -471,27 +477,30 @@ def dry_run_repeated(
             blocks.shorten(model, count)
             return model
 
-        found[count] = dry_run(make_shortened)
-        made = found[count].trace
-        assert made is not None
-        return made
+        dry_runs[count] = dry_run(make_shortened)
+        trace = dry_runs[count].trace
+        assert trace is not None
+        return trace
 
     traced = trace_repeated(trace_repeats, blocks.count)
-    in_order = [_collect_counts(found[count]) for count in sorted(found)]
-    counts = None if traced is None else _extrapolate_counts(in_order, blocks.count - TRACED)
-    first = found[min(found)]
-    places = {piece.name: index for index, piece in enumerate(first.pieces)}
-    names = [name for name, _ in model.named_parameters()]
-    if counts is None or not all(blocks.name_in_first(name) in places for name in names):
+    if traced is None:
         return None
-    from_places = [places[blocks.name_in_first(name)] for name in names]
+    in_order = [_collect_counts(dry_runs[count]) for count in sorted(dry_runs)]
+    counts = _extrapolate_counts(in_order, blocks.count - TRACED)
+    first = dry_runs[min(dry_runs)]
+    indices = {parameter.name: index for index, parameter in enumerate(first.parameters)}
+    names = [name for name, _ in model.named_parameters()]
+    if counts is None or not all(blocks.name_in_first(name) in indices for name in names):
+        return None
+    # Each parameter of the full model is described like the corresponding one of the shortened model.
+    sources = [indices[blocks.name_in_first(name)] for name in names]
     assert first.volumes is not None
     assert first.flops is not None
     numbers: dict[str, Any] = {name: counts[name] for name in _COUNTS}
     return replace(
         first,
-        pieces=tuple(replace(first.pieces[place], name=name) for name, place in zip(names, from_places)),
-        states=tuple(first.states[place] for place in from_places) if first.states else (),
+        parameters=tuple(replace(first.parameters[index], name=name) for name, index in zip(names, sources)),
+        states=tuple(first.states[index] for index in sources) if first.states else (),
         volumes={key: Volume(*(counts[key, name] for name in asdict(Volume()))) for key in first.volumes},
         flops={phase: counts["flops", phase] for phase in first.flops},
         trace=traced,

@@ -78,7 +78,7 @@ def test_list_that_is_the_model_itself():
 
     found, whole = run_both(make, "fsdp", 4, chain_loss)
     assert found == whole
-    assert [piece.name for piece in found.pieces] == [name for name, _ in make().named_parameters()]
+    assert [piece.name for piece in found.parameters] == [name for name, _ in make().named_parameters()]
 
 
 class Widening(Chain):

@@ -95,7 +95,7 @@ def test_chunks_have_the_shapes_of_torchs(size, chunks):
 def test_share_of_every_rank_follows_from_one_rank(strategy):
     layout = parse_layout(strategy).resolve(6)
     first = dry_run_rank(llama, layout, 0, loss, build_adamw)
-    shares = RankShares(layout, first.pieces, first.states, [first.buffers])
+    shares = RankShares(layout, first.parameters, first.states, [first.buffers])
     for rank in range(6):
         own, share = dry_run_rank(llama, layout, rank, loss, build_adamw), shares.get_share(rank)
         assert (own.weights + own.buffers, own.gradients, own.optimizer_state) == (
@@ -108,8 +108,8 @@ def test_share_of_every_rank_follows_from_one_rank(strategy):
 @pytest.mark.slow
 def test_tied_parameter_counts_once():
     found = dry_run_rank(tied, parse_layout("fsdp").resolve(3), 0, loss, build_adamw)
-    assert sum(torch.Size(piece.shape).numel() for piece in found.pieces) == count_parameters(tied)
-    assert len(found.states) == len(found.pieces)
+    assert sum(torch.Size(piece.shape).numel() for piece in found.parameters) == count_parameters(tied)
+    assert len(found.states) == len(found.parameters)
 
 
 def test_run_without_values_equals_one_with_values():
