@@ -95,10 +95,10 @@ def _run_estimate(
         _echo_forecast(str(folder), typed_options)
         return
     # Imported here so that `--help` does not wait for the import of torch.
-    from headway.planning.inference import tabulate
+    from headway.planning.inference import describe_inference
 
     dtype, sequence = typed_options.get("dtype"), typed_options.get("sequence")
-    for line in tabulate(folder, dtype, typed_options.get("batch_size", 1), sequence):
+    for line in describe_inference(folder, dtype, typed_options.get("batch_size", 1), sequence):
         click.echo(line)
 
 

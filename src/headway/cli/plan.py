@@ -41,7 +41,7 @@ def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, 
     check_model_name(model)
     memory = parse_bytes(options["budget"]) if options["budget"] is not None else None
     # Imported here so that `--help` does not wait for the import of torch.
-    from headway.planning.compare import compare_layouts, comparison_as_dict, list_candidates, plan, tabulate
+    from headway.planning.compare import compare_layouts, comparison_as_dict, format_comparison, list_candidates, plan
     from headway.planning.costs import ClusterRates
     from headway.planning.optimizers import resolve_optimizer
     from headway.planning.outcome import describe_plan
@@ -84,7 +84,7 @@ def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, 
     if len(comparison.rows) == 1 and (row := comparison.rows[0]).plan is not None:
         lines += describe_plan(row.plan, row.cost) + ([f"does not fit: {row.reason}"] if row.reason else [])
     else:
-        lines += tabulate(comparison)
+        lines += format_comparison(comparison)
     for line in lines:
         click.echo(line)
 

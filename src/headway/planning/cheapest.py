@@ -111,7 +111,9 @@ def cheapest(
     Raises:
         ConfigError: If an argument is wrong, or no allowed micro-batch divides the global batch. Also if the table
             lacks the device's memory size and `budget` is None.
+        DeviceUnavailable: If `device` is "this" and there is no CUDA device.
         LossError: If there is no loss, or the loss has no gradient.
+        OptionalDependencyMissing: If the package of a named optimizer is not installed.
         UnsupportedError: If no combination can be traced. If only some combinations cannot be traced, their rows
             contain the reason.
     """
@@ -119,12 +121,12 @@ def cheapest(
     limit = resolve_budget(target, budget)
     if limit is None:
         raise ConfigError(f"device={device!r} has no memory size in the table; give budget, such as budget='8GiB'")
-    _check_options(precisions, optimizers, recompute, attention)
+    _check_options(precisions, optimizers=optimizers, recompute=recompute, attention=attention)
     allowed = _list_divisors(global_batch_size, micro_batches)
     rows: list[Configuration] = []
     refusals: list[UnsupportedError] = []
-    for kernel, optimizer, precision, again in product(attention, optimizers, precisions, recompute):
-        options, prepare = make_preparation(again, EngineOptions())
+    for kernel, optimizer, precision, checkpointing in product(attention, optimizers, precisions, recompute):
+        options, prepare = make_preparation(checkpointing, EngineOptions())
         step = StepForecaster(
             model_fn=partial(make_model, partial(_make_with_attention, model_fn, kernel), batch_fn(1)),
             batch_fn=batch_fn,
@@ -148,7 +150,7 @@ def cheapest(
         blank = Configuration(
             micro_batch=allowed[-1],
             accumulation=global_batch_size // allowed[-1],
-            recompute=again is not False,
+            recompute=checkpointing is not False,
             precision=precision,
             optimizer=_name_optimizer(optimizer),
             attention=kernel,
@@ -159,7 +161,7 @@ def cheapest(
             refusals.append(error)
             rows.append(replace(blank, problem=str(error)))
         except ConfigError as error:  # a model without blocks to recompute can still be trained without recomputation
-            if again is False or False not in recompute:
+            if checkpointing is False or False not in recompute:
                 raise
             rows.append(replace(blank, problem=str(error)))
     if len(refusals) == len(rows):
@@ -178,23 +180,27 @@ def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: l
         limit: Budget in bytes.
         allowed: Allowed micro-batch sizes, in descending order.
     """
-    whole = blank.micro_batch * blank.accumulation
+    global_batch = blank.micro_batch * blank.accumulation
     capacity = compute_allocator_limit(step.device, limit)
     # Gradients exist while the next micro-batch runs, so two micro-batches are traced. More need no additional memory.
-    window = replace(step, recipe=replace(step.recipe, accumulation=2))
+    accumulating_step = replace(step, recipe=replace(step.recipe, accumulation=2))
     # Smaller sizes are only traced one by one if no larger one fits.
     large = [size for size in allowed if size >= PROBE]
-    sketched = dict(window.compute_curve(large)) if large else {}
-    may_fit = whole not in sketched or sketched[whole] - _count_weight_bytes(window) <= capacity
-    if allowed[0] == whole and (len(allowed) == 1 or may_fit):
-        row = _make_row(blank, step, whole, limit)
+    extrapolated = dict(accumulating_step.compute_curve(large)) if large else {}
+    # The curve is for accumulation. Without it, no gradients exist during forward, which saves at most their bytes.
+    can_fit_whole = (
+        global_batch not in extrapolated
+        or extrapolated[global_batch] - _count_weight_bytes(accumulating_step) <= capacity
+    )
+    if allowed[0] == global_batch and (len(allowed) == 1 or can_fit_whole):
+        row = _make_row(blank, step, global_batch, limit)
         if row.fits or len(allowed) == 1:
             return row
-    smaller = [size for size in allowed if size < whole]
-    bound = smaller[0] if sketched else window.find_largest_batch(capacity, smaller[0])
-    fitting = [size for size in smaller if size <= bound and sketched.get(size, 0) <= capacity]
-    for size in [*fitting, smaller[-1]]:
-        row = _make_row(blank, window, size, limit)
+    smaller = [size for size in allowed if size < global_batch]
+    bound = smaller[0] if extrapolated else accumulating_step.find_largest_batch(capacity, smaller[0])
+    candidates = [size for size in smaller if size <= bound and extrapolated.get(size, 0) <= capacity]
+    for size in [*candidates, smaller[-1]]:
+        row = _make_row(blank, accumulating_step, size, limit)
         if row.fits:
             break
     return row
@@ -206,31 +212,56 @@ def _count_weight_bytes(step: StepForecaster) -> int:
 
 
 def _make_row(blank: Configuration, step: StepForecaster, size: int, limit: int) -> Configuration:
-    answer = step.forecast(size, limit)
+    """Return a copy of `blank` with the memory and cost of a micro-batch of `size` samples, whether or not it fits.
+
+    `cost` is in seconds, and is not relative to other rows yet.
+
+    Args:
+        blank: Row of the table, without sizes and costs.
+        step: Forecaster of the training step.
+        size: Samples per micro-batch, which divides the global batch.
+        limit: Budget in bytes.
+    """
+    forecast = step.forecast(size, limit)
     accumulation = blank.micro_batch * blank.accumulation // size
     work = _compute_update_work(step.trace(size), step.recipe.accumulation, accumulation)
-    found = replace(blank, micro_batch=size, accumulation=accumulation, cost=work.seconds, work=work)
-    return replace(found, least=answer.least, total=answer.total, most=answer.most, fits=answer.fits)
+    return replace(
+        blank,
+        micro_batch=size,
+        accumulation=accumulation,
+        least=forecast.least,
+        total=forecast.total,
+        most=forecast.most,
+        fits=forecast.fits,
+        cost=work.seconds,
+        work=work,
+    )
 
 
-def _compute_update_work(traced: Trace, accumulated: int, accumulation: int) -> StepWork:
+def _compute_update_work(traced: Trace, traced_accumulation: int, accumulation: int) -> StepWork:
     """Return the work (floating point operations and memory traffic) of an update, extrapolated from a traced step.
 
     Args:
         traced: Trace of the step.
-        accumulated: Number of micro-batches in the traced step.
+        traced_accumulation: Number of micro-batches in the traced step.
         accumulation: Number of micro-batches in the update.
     """
-    of = [traced.work.get(f"step {NUM_UPDATES} {part}", StepWork()) for part in ("forward", "backward", "update")]
-    return (of[0] + of[1]) * (accumulation / accumulated) + of[2]
+    forward, backward, update = (
+        traced.work.get(f"step {NUM_UPDATES} {phase}", StepWork()) for phase in ("forward", "backward", "update")
+    )
+    return (forward + backward) * (accumulation / traced_accumulation) + update
 
 
 def _rank_rows(rows: list[Configuration]) -> list[Configuration]:
-    costs = [row.cost for row in rows if row.cost is not None and row.fits] or [
-        row.cost for row in rows if row.cost is not None
-    ]
-    found = [row if row.cost is None else replace(row, cost=row.cost / min(costs)) for row in rows]
-    return sorted(found, key=lambda row: (bool(row.problem), _FITTING[row.fits], row.cost or 0.0, row.most))
+    """Return the rows in the order of the table, with costs relative to the cheapest row that fits.
+
+    If no row fits, costs are relative to the cheapest of all rows.
+    """
+    costs = [row.cost for row in rows if row.cost is not None]
+    fitting_costs = [row.cost for row in rows if row.cost is not None and row.fits]
+    unit = min(fitting_costs or costs, default=1.0)
+    relative = [row if row.cost is None else replace(row, cost=row.cost / unit) for row in rows]
+    return sorted(relative, key=lambda row: (bool(row.problem), _FITTING[row.fits], row.cost or 0.0, row.most))
 
 
 def _make_with_attention(model_fn: Callable[[], nn.Module], kernel: str | None) -> nn.Module:
@@ -245,30 +276,39 @@ def _make_with_attention(model_fn: Callable[[], nn.Module], kernel: str | None) 
     return model
 
 
-def _list_divisors(whole: int, micro_batches: Sequence[int] | None) -> list[int]:
+def _list_divisors(global_batch_size: int, micro_batches: Sequence[int] | None) -> list[int]:
     """Return the micro-batch sizes that divide the global batch, in descending order.
 
     Args:
-        whole: Samples of the global batch.
+        global_batch_size: Samples of the global batch.
         micro_batches: Allowed micro-batch sizes, or None for all.
+
+    Raises:
+        ConfigError: If a size is not a positive integer, or no allowed size divides the global batch.
     """
-    check_count(global_batch_size=whole)
-    among = range(1, whole + 1) if micro_batches is None else micro_batches
-    wrong = [size for size in among if isinstance(size, bool) or not isinstance(size, int) or size < 1]
+    check_count(global_batch_size=global_batch_size)
+    sizes = range(1, global_batch_size + 1) if micro_batches is None else micro_batches
+    wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < 1]
     if wrong:
         raise ConfigError(f"micro_batches has {wrong[0]!r}; each is a number of 1 or more")
-    found = sorted({size for size in among if whole % size == 0}, reverse=True)
-    if not found:
+    divisors = sorted({size for size in sizes if global_batch_size % size == 0}, reverse=True)
+    if not divisors:
         raise ConfigError(
-            f"none of micro_batches={list(among)} divides global_batch_size={whole}; give sizes that do, or none"
+            f"none of micro_batches={list(sizes)} divides global_batch_size={global_batch_size}; give sizes that do, or none"
         )
-    return found
+    return divisors
 
 
-def _check_options(precisions: Sequence[str], *others: Sequence[Any]) -> None:
-    for name, given in zip(("precisions", "optimizers", "recompute", "attention"), (precisions, *others)):
-        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise ConfigError(f"{name}={given!r}; give a tuple of one or more")
+def _check_options(precisions: Sequence[str], **options: Sequence[Any]) -> None:
+    """Raise ConfigError if an option is not a non-empty sequence, or a precision is unknown.
+
+    Args:
+        precisions: Precisions to try.
+        options: Values to try of all other options, by argument of `cheapest`.
+    """
+    for name, values in {"precisions": precisions, **options}.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise ConfigError(f"{name}={values!r}; give a tuple of one or more")
     for precision in precisions:
         if precision not in PRECISIONS:
             hint = explain_precision(precision, PRECISIONS)

@@ -36,7 +36,7 @@ from headway.planning.outcome import Cost, Plan, RankShare, build_plan, count_by
 
 logger = logging.getLogger(__name__)
 
-_CARD = replace(DEVICES["h100"], cublas=0)
+_ASSUMED_DEVICE = replace(DEVICES["h100"], cublas=0)
 """Device that a plan assumes when it adds the scratch memory of kernels.
 
 cuBLAS's workspace is left out, because it is equal for all models.
@@ -79,7 +79,7 @@ class PlanComparison:
         return next((row for row in self.rows if not row.reason), None)
 
     def __str__(self) -> str:
-        return "\n".join(tabulate(self))
+        return "\n".join(format_comparison(self))
 
 
 def plan(
@@ -117,6 +117,7 @@ def plan(
 
     Raises:
         ConfigError: If the layout does not divide the ranks, or another argument is wrong.
+        OptionalDependencyMissing: If the package of a named optimizer is not installed.
         PrepareError: If the model cannot be sharded.
         StateError: If this process has joined a process group.
         UnsupportedError: If the layout cannot be planned, or the step cannot be run without values.
@@ -144,18 +145,19 @@ def plan(
             options=options,
             machine_ranks=machine_ranks,
             peer_objects=peer_objects,
-            device=_CARD,
+            device=_ASSUMED_DEVICE,
         )
 
     if layout.pp > 1:
         return build_plan(name, layout, dry_run_stages(layout, run_trial), tokens)
-    owner = (
-        None if step is None else find_fullest_owner(make, optimizer, make_optimizer, layout, options, machine_ranks)
-    )
+    if step is None:
+        return build_plan(name, layout, (run_trial(0),), tokens)
+    owner = find_fullest_owner(make, optimizer, make_optimizer, layout, options, machine_ranks)
+    extrapolated: StepDryRun | None = None
     # With owners, another block can change the owners of all parameters.
-    can_repeat = step is not None and can_repeat_blocks(options) and owner is None
-    found = dry_run_repeated(make, lambda short: run_trial(0, make=short)) if can_repeat else None
-    return build_plan(name, layout, (found or run_trial(owner or 0),), tokens)
+    if owner is None and can_repeat_blocks(options):
+        extrapolated = dry_run_repeated(make, lambda make_shortened: run_trial(0, make=make_shortened))
+    return build_plan(name, layout, (extrapolated or run_trial(owner or 0),), tokens)
 
 
 def _make_unmasked(make: Callable[[], nn.Module], step: Step | None) -> nn.Module:
@@ -202,12 +204,12 @@ def compare_layouts(
 
 
 def _resolve_layout(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
-    asked = parse_layout(strategy)
-    if asked.is_deepspeed:
+    requested = parse_layout(strategy)
+    if requested.is_deepspeed:
         raise UnsupportedError(
             f"{strategy} is DeepSpeed's engine, which cannot be planned; plan fsdp instead, which shards what zero3 does"
         )
-    return asked.resolve(num_ranks, machine_ranks)
+    return requested.resolve(num_ranks, machine_ranks)
 
 
 def list_candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:
@@ -307,7 +309,7 @@ def _exchange_as_dict(exchange: MeteredCollective, volume: Volume) -> dict[str, 
     return asdict(exchange) | asdict(volume) | {"sent": exchange.count_sent_bytes(volume.num_bytes)}
 
 
-def tabulate(comparison: PlanComparison) -> list[str]:
+def format_comparison(comparison: PlanComparison) -> list[str]:
     """Return the comparison as lines of text: a table of the layouts, the reasons why some do not fit, and a legend."""
     head = [
         "strategy", "weights", "gradients", "optimizer", "activations", "gathered", "total", "peak", "sent", "update", "waits for",

@@ -27,14 +27,16 @@ class StageTraffic:
 
     Attributes:
         ranks: Simulated ranks. The simulation does not wait for any other rank.
-        sent: Arrival times of the messages that are not received yet, in order, by (sender, receiver).
-        met: For each collective, the times at which ranks reach it, by rank. The key of a collective is a pair of the
+        messages: Arrival times of the messages that are not received yet, in order, by (sender, receiver).
+        collectives: For each collective, the times at which ranks reach it, by rank. The key of a collective is a pair of the
             participating ranks and the index of the collective in their group.
     """
 
     ranks: frozenset[int]
-    sent: defaultdict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
-    met: defaultdict[tuple[tuple[int, ...], int], dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    messages: defaultdict[tuple[int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
+    collectives: defaultdict[tuple[tuple[int, ...], int], dict[int, float]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
 
 
 @dataclass
@@ -45,14 +47,14 @@ class StageTimeline:
         events: Events of the rank in order.
         rank: Number of the rank in the whole run.
         clock: Simulated time of the rank, in seconds since the start of the update.
-        busy: Seconds spent computing.
+        computing_seconds: Seconds spent computing.
         num_done: Number of events that have been simulated.
     """
 
     events: Sequence[PlanEvent]
     rank: int
     clock: float = 0.0
-    busy: float = 0.0
+    computing_seconds: float = 0.0
     num_done: int = 0
 
     def replay_events(self, traffic: StageTraffic, seconds: Callable[[PlanEvent], float]) -> Iterator[None]:
@@ -62,25 +64,25 @@ class StageTimeline:
             traffic: Messages and collectives of all simulated ranks.
             seconds: Function that returns the duration of an event in seconds, not including waits for other ranks.
         """
-        num_met: Counter[tuple[int, ...]] = Counter()
+        num_collectives: Counter[tuple[int, ...]] = Counter()  # by ranks of the group
         for event in self.events:
             if event.kind == "compute":
                 self.clock += seconds(event)
-                self.busy += seconds(event)
+                self.computing_seconds += seconds(event)
             elif event.kind == "send":  # the rank continues while the message is sent
-                traffic.sent[self.rank, event.ranks[0]].append(self.clock + seconds(event))
+                traffic.messages[self.rank, event.ranks[0]].append(self.clock + seconds(event))
             elif event.kind == "recv":
-                arriving = traffic.sent[event.ranks[0], self.rank]
+                arriving = traffic.messages[event.ranks[0], self.rank]
                 while not arriving:
                     yield
                 self.clock = max(self.clock, arriving.popleft())
             else:
-                come = traffic.met[event.ranks, num_met[event.ranks]]
-                come[self.rank] = self.clock
-                while not come.keys() >= traffic.ranks & set(event.ranks):
+                arrival_times = traffic.collectives[event.ranks, num_collectives[event.ranks]]
+                arrival_times[self.rank] = self.clock
+                while not arrival_times.keys() >= traffic.ranks & set(event.ranks):
                     yield
-                num_met[event.ranks] += 1
-                self.clock = max(come.values()) + seconds(event)
+                num_collectives[event.ranks] += 1
+                self.clock = max(arrival_times.values()) + seconds(event)
             self.num_done += 1
 
 
@@ -139,10 +141,14 @@ class ClusterRates:
             axis: Name of an axis, or several names joined by "x" or "_". If the layout has none of them, all axes.
             layout: Layout of the run.
         """
-        along = list(_list_strides(axis, layout))
-        span = sum((size - 1) * stride for size, stride in along)
-        block = max((size * stride for size, stride in along), default=1)
-        return span < self.machine_ranks and (self.machine_ranks % block == 0 or layout.num_ranks <= self.machine_ranks)
+        sizes_and_strides = list(_list_strides(axis, layout))
+        # Difference between the highest and the lowest rank of a group.
+        span = sum((size - 1) * stride for size, stride in sizes_and_strides)
+        if span >= self.machine_ranks:
+            return False
+        # A group is within a block of this many consecutive ranks. Blocks must not cross the border of a machine.
+        block = max((size * stride for size, stride in sizes_and_strides), default=1)
+        return self.machine_ranks % block == 0 or layout.num_ranks <= self.machine_ranks
 
     def get_rate(self, axis: str, layout: Layout) -> float:
         """Return the bandwidth in bytes per second at which a rank sends along an axis of a layout.
@@ -158,10 +164,10 @@ class ClusterRates:
         """
         if self.is_within_machine(axis, layout):
             return self.intra
-        side_by_side = prod(
+        ranks_per_machine = prod(  # of one group
             max(1, min(size, self.machine_ranks // stride)) for size, stride in _list_strides(axis, layout)
         )
-        return self.inter if side_by_side == 1 else min(self.intra, self.inter * side_by_side)
+        return self.inter if ranks_per_machine == 1 else min(self.intra, self.inter * ranks_per_machine)
 
 
 def _list_strides(axis: str, layout: Layout) -> Iterator[tuple[int, int]]:
@@ -183,16 +189,17 @@ def compute_cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
         return None
     compute = plan.flops / cluster.flops
     by_axis: dict[str, float] = {}
-    links = {True: 0.0, False: 0.0}
-    waiting = compute
+    # Communication that overlaps with computation, by whether it stays within machines. The two links work in parallel.
+    overlapping = {True: 0.0, False: 0.0}
+    sequential = compute  # computation, and the communication that blocks it
     for exchange, volume in plan.exchanges.items():
         seconds = exchange.count_sent_bytes(volume.num_bytes) / cluster.get_rate(exchange.axis, plan.layout)
         by_axis[exchange.axis] = by_axis.get(exchange.axis, 0.0) + seconds
         if _BLOCKING_AXES & set(exchange.axis.split("x")):
-            waiting += seconds
+            sequential += seconds
         else:
-            links[cluster.is_within_machine(exchange.axis, plan.layout)] += seconds
-    seconds = max(waiting, *links.values())
+            overlapping[cluster.is_within_machine(exchange.axis, plan.layout)] += seconds
+    seconds = max(sequential, *overlapping.values())
     bubble = 0.0
     candidates = {"compute": compute, **by_axis}
     if plan.stages:

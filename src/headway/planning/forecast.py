@@ -24,8 +24,7 @@ from headway.planning.dry_run.script import dry_run_script
 from headway.planning.dry_run.trial import can_repeat_blocks
 from headway.planning.dry_run.updates import find_fullest_owner
 from headway.planning.layouts import FakeRank, make_fake_rank
-from headway.planning.optimizers import Optimizer, resolve_optimizer
-from headway.planning.optimizers import list_caveats as of_optimizer
+from headway.planning.optimizers import Optimizer, list_optimizer_caveats, resolve_optimizer
 
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 """Setting of activation checkpointing: a boolean, its options, or a function that is called with the model."""
@@ -89,7 +88,8 @@ def forecast(
             between blocks of unequal sizes. A few dozen lengths sampled from a data set are enough. Empty if all
             micro-batches have the same size.
         expandable_segments: Whether to assume `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
-        largest: Whether to search for the largest batch within the budget.
+        largest: Whether to search for the largest batch within the budget. Without a budget and a known memory size, as
+            on a CPU, no search runs.
         longest: Options of the search for the longest sequence within the budget at `batch_size`, or None for no
             search.
         strategy: Layout, as the Accelerator's argument `strategy`: "ddp", "fsdp", "hsdp=8", "tp" or "fsdp+tp=2". None
@@ -103,8 +103,11 @@ def forecast(
             at least float32.
 
     Raises:
-        ConfigError: If an argument is wrong.
+        ConfigError: If an argument is wrong, or only one of `strategy` and `ranks` is given. Also if a function `loop`
+            does not call backward or makes too few updates.
+        DeviceUnavailable: If `device` is "this" and there is no CUDA device.
         LossError: If there is no loss, or the loss has no gradient.
+        OptionalDependencyMissing: If the package of a named optimizer is not installed.
         PrepareError: If the model cannot be sharded.
         StateError: If `strategy` shards or splits the model and this process has joined a process group.
         UnsupportedError: If the step cannot be traced or the layout cannot be forecast. If an operation of the step
@@ -130,11 +133,11 @@ def forecast(
             "lengths and longest are both given: the longest sequence is searched for at one length; give one of them"
         )
     options, prepare = make_preparation(recompute, collect_options(list(kwargs_handlers)))
-    place = _make_rank(strategy, ranks, options, precision, machine_ranks, target)
+    fake_rank = _make_rank(strategy, ranks, options, precision, machine_ranks, target)
     example = _make_first_batch(batch_fn, (1, *next(recipe.list_requests())))
     make = partial(make_model, model_fn, example)
-    owner = find_fullest_owner(make, optimizer, make_optimizer, place.layout, options, machine_ranks, prepare)
-    place = replace(place, rank=owner or 0)
+    owner = find_fullest_owner(make, optimizer, make_optimizer, fake_rank.layout, options, machine_ranks, prepare)
+    fake_rank = replace(fake_rank, rank=owner or 0)
     step = StepForecaster(
         model_fn=make,
         batch_fn=batch_fn,
@@ -142,17 +145,17 @@ def forecast(
         device=target,
         prepare=prepare,
         is_expandable=expandable_segments,
-        spread=place,
+        spread=fake_rank,
         can_repeat=can_repeat_blocks(options) and owner is None,  # another block can change all owners
     )
     found = step.forecast(batch_size, resolve_budget(target, budget), largest, longest)
     caveats = (
-        *place.list_caveats(),
+        *fake_rank.list_caveats(),
         *found.caveats,
-        *of_optimizer(optimizer),
+        *list_optimizer_caveats(optimizer),
         *_list_batch_caveats(example),
     )
-    return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=place.layout.num_ranks)
+    return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=fake_rank.layout.num_ranks)
 
 
 def forecast_script(
@@ -200,11 +203,9 @@ def make_model(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model_fn returned {type(model).__name__}; it must return a torch.nn.Module")
     # transformers reads the values of a mask, and skips it if nothing is masked. Fake tensors have no values to read.
-    return (
-        skip_causal_mask(model)
-        if hasattr(model, "set_attn_implementation") and not _has_key(batch, POSITIONS)
-        else model
-    )
+    if hasattr(model, "set_attn_implementation") and not _has_key(batch, POSITIONS):
+        return skip_causal_mask(model)
+    return model
 
 
 def make_preparation(
@@ -246,17 +247,22 @@ def _make_rank(
     )
 
 
-def _make_first_batch(batch_fn: Callable[..., Any], asked: tuple[int, ...]) -> Any:
+def _make_first_batch(batch_fn: Callable[..., Any], args: tuple[int, ...]) -> Any:
+    """Return the batch for the given arguments: (batch size,) or (batch size, sequence length).
+
+    Raises:
+        ConfigError: If the function's signature does not accept these arguments.
+    """
     try:
         signature = inspect.signature(batch_fn)
     except ValueError:  # some functions written in C have no signature
-        return batch_fn(*asked)
+        return batch_fn(*args)
     try:
-        signature.bind(*asked)
+        signature.bind(*args)
     except TypeError as error:
-        wanted = "(batch_size, length), because lengths= is given" if len(asked) > 1 else "(batch_size)"
-        raise ConfigError(f"batch_fn{signature} cannot be called as batch_fn{wanted}: {error}") from error
-    return batch_fn(*asked)
+        call = "(batch_size, length), because lengths= is given" if len(args) > 1 else "(batch_size)"
+        raise ConfigError(f"batch_fn{signature} cannot be called as batch_fn{call}: {error}") from error
+    return batch_fn(*args)
 
 
 def _has_key(batch: Any, name: str) -> bool:

@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "int8", "int4")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names under which transformers' configs store the number of experts."""
 
-_WORTH_SAYING = 1024
+_MIN_REPORTED_BYTES = 1024
 """Minimum bytes per sample for the report to mention the part of a cache that does not grow with the length.
 
 Smaller parts contain only bookkeeping.
@@ -187,22 +187,23 @@ def count_traffic(model: nn.Module, device_map: DeviceMap, dtype: Dtype) -> dict
         device_map: Placement of the model.
         dtype: Dtype of the weights.
     """
-    price, share = TensorSizes(dtype), get_expert_share(model)
-    skipped = _find_input_embedding(model)
-    found: Counter[Device] = Counter()
+    get_num_bytes, expert_share = TensorSizes(dtype), get_expert_share(model)
+    input_embedding = _find_input_embedding(model)
+    traffic: Counter[Device] = Counter()
     for name, parameter in model.named_parameters():
-        if parameter is not skipped:
-            part = share if ".experts." in name else 1.0
-            found[get_device(device_map, name)] += round(price(name, parameter) * part)
-    return dict(found)
+        if parameter is not input_embedding:
+            share = expert_share if ".experts." in name else 1.0
+            traffic[get_device(device_map, name)] += round(get_num_bytes(name, parameter) * share)
+    return dict(traffic)
 
 
 def get_expert_share(model: nn.Module) -> float:
     """Return the fraction of a model's experts that computes each token, or 1 for a model without experts."""
     config = getattr(model, "config", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    total = next((n for n in (getattr(config, name, None) for name in _NUM_EXPERTS) if n), None)
-    return min(1.0, chosen / total) if chosen and total else 1.0
+    num_active = getattr(config, "num_experts_per_tok", None)
+    counts = [getattr(config, name, None) for name in _NUM_EXPERTS]
+    num_experts = next((count for count in counts if count), None)
+    return min(1.0, num_active / num_experts) if num_active and num_experts else 1.0
 
 
 def _find_input_embedding(model: nn.Module) -> torch.Tensor | None:
@@ -211,12 +212,13 @@ def _find_input_embedding(model: nn.Module) -> torch.Tensor | None:
     A tied output layer is an example of another use.
     """
     try:
-        table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         return None
-    num_names = sum(parameter is table for _, parameter in model.named_parameters(remove_duplicate=False))
-    is_lookup = isinstance(model.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
-    return table if is_lookup and num_names == 1 else None
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    num_uses = sum(each is embedding.weight for _, each in model.named_parameters(remove_duplicate=False))
+    return embedding.weight if num_uses == 1 else None
 
 
 def compute_ceiling(sizing: ModelSizes, bandwidths: Bandwidths) -> float | None:
@@ -238,19 +240,18 @@ def compute_ceiling(sizing: ModelSizes, bandwidths: Bandwidths) -> float | None:
         return None
     main = sizing.device_map.main_device
     offloaded = sum(size for device, size in sizing.traffic.items() if device in OFFLOAD)
-    times = [
-        size / bandwidths.get_memory_rate(device) for device, size in sizing.traffic.items() if device not in OFFLOAD
-    ]
-    slowest = sum(times) + offloaded / bandwidths.get_memory_rate(main)
+    placed = {device: size for device, size in sizing.traffic.items() if device not in OFFLOAD}
+    seconds = sum(size / bandwidths.get_memory_rate(device) for device, size in placed.items())
+    seconds += offloaded / bandwidths.get_memory_rate(main)  # the main device computes with offloaded weights
     if main != "cpu" and offloaded:
-        slowest = max(slowest, offloaded / bandwidths.get_copy_rate(main))
-    read = sizing.traffic.get("disk", 0) - _count_spare_bytes(sizing.device_map)
-    if read > 0:
-        disk = bandwidths.get_disk_rate()
-        if disk is None:
+        seconds = max(seconds, offloaded / bandwidths.get_copy_rate(main))
+    disk_bytes = sizing.traffic.get("disk", 0) - _count_spare_bytes(sizing.device_map)
+    if disk_bytes > 0:
+        disk_rate = bandwidths.get_disk_rate()
+        if disk_rate is None:
             return None
-        slowest = max(slowest, read / disk)
-    return 1 / slowest if slowest else None
+        seconds = max(seconds, disk_bytes / disk_rate)
+    return 1 / seconds if seconds else None
 
 
 def _count_spare_bytes(device_map: DeviceMap) -> int:
@@ -293,10 +294,10 @@ def measure_generation(model: nn.Module, dtype: Dtype, workload: Workload | None
         DeviceMapError: If the model runs with one short sample, but not with the size of `workload`.
     """
     try:
-        one, two = (measure_cache_and_outputs(model, Workload(1, number), dtype)[0] for number in (1, 2))
+        one_token, two_tokens = (measure_cache_and_outputs(model, Workload(1, tokens), dtype)[0] for tokens in (1, 2))
     except DeviceMapError:
         return None
-    base = Generation(per_sample=2 * one - two, per_token=two - one)
+    base = Generation(per_sample=2 * one_token - two_tokens, per_token=two_tokens - one_token)
     if workload is None:
         return base
     cache, logits = measure_cache_and_outputs(model, workload, dtype)
@@ -312,7 +313,7 @@ def can_generate(model: nn.Module) -> bool:
     return bool(callable(can) and can()) and not getattr(config, "is_encoder_decoder", False)
 
 
-def tabulate(folder: Path, dtype: str | None, batch_size: int, num_tokens: int | None) -> list[str]:
+def describe_inference(folder: Path, dtype: str | None, batch_size: int, num_tokens: int | None) -> list[str]:
     """Return the lines of a report on the model in a folder: its sizes, placement and maximum rate on this machine.
 
     Args:
@@ -404,7 +405,7 @@ def _describe_generation(model: nn.Module, dtype: str, workload: Workload | None
     if found is None:
         return []
     growth = f"cache: {format_bytes(found.per_token)} for each token of each sample"
-    if found.per_sample >= _WORTH_SAYING:
+    if found.per_sample >= _MIN_REPORTED_BYTES:
         growth += f", and {format_bytes(found.per_sample)} for each sample"
     if workload is None or found.cache is None or found.logits is None:
         return [growth]

@@ -77,15 +77,17 @@ class TracedNumbers(StorageNumbers):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by address of the storage
         self._next = count()
 
     def get_number(self, storage: torch.UntypedStorage) -> int:
         """Return the unique number that identifies a storage. Numbers are never reused."""
-        found = self._known.get(storage._cdata)
-        if found is None or found[0]() is not storage:
-            found = self._known[storage._cdata] = weakref.ref(storage), next(self._next)
-        return found[1]
+        reference, number = self._known.get(storage._cdata, (None, 0))
+        # A new storage can have the address of a freed one.
+        if reference is None or reference() is not storage:
+            number = next(self._next)
+            self._known[storage._cdata] = weakref.ref(storage), number
+        return number
 
     def hold_storage(self, storage: torch.UntypedStorage) -> None:
         """Do nothing, because numbers are never reused."""
@@ -133,13 +135,13 @@ class ShardedEngine(StepEngine):
 
         Gradients stay unsharded until they are reduced at the end of the accumulation window.
         """
-        found = [get_local_shard(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        grads = [parameter.grad for parameter in self._parameters]
         for record in fsdp_state.iterate_records(self.model):
-            whole = fsdp_state.get_gathered_parameter(record)
-            for grad in (record.unsharded_accumulated_grad, None if whole is None else whole.grad):
-                if grad is not None:
-                    found.append(get_local_shard(grad))
-        return found
+            grads.append(record.unsharded_accumulated_grad)
+            gathered = fsdp_state.get_gathered_parameter(record)
+            if gathered is not None:
+                grads.append(gathered.grad)
+        return [get_local_shard(grad) for grad in grads if grad is not None]
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the strategy check an optimizer, and decide how the optimizer updates parameters, as `prepare` does.
@@ -171,7 +173,7 @@ class FakeRank:
     for updates. Otherwise it is rank 0, because uneven sharding gives the last ranks smaller shards.
 
     Attributes:
-        text: Name of the layout as the user gave it.
+        strategy: Name of the layout as the user gave it.
         layout: Layout of all ranks.
         options: Options of the engines.
         precision: "no", "bf16" or "fp16".
@@ -180,7 +182,7 @@ class FakeRank:
         rank: Number of the rank.
     """
 
-    text: str
+    strategy: str
     layout: Layout
     options: EngineOptions
     precision: str
@@ -233,7 +235,7 @@ class FakeRank:
         if self.layout.num_ranks == 1:
             return found
         found += [
-            f"for rank {self.rank:,} of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"
+            f"for rank {self.rank:,} of {self.layout.num_ranks:,} ({self.strategy}); other ranks hold as much or less"
         ]
         if self.layout.ep > 1:
             found.append(
@@ -250,7 +252,7 @@ class FakeRank:
 def make_fake_rank(
     strategy: str, num_ranks: int, options: EngineOptions, precision: str, machine_ranks: int, device_type: str
 ) -> FakeRank:
-    """Return rank 0 of a layout, on which a step is traced for a forecast.
+    """Return rank 0 of a layout, on which a step is traced for a forecast. No process group is created yet.
 
     Args:
         strategy: Layout, such as "fsdp" or "hsdp=8".

@@ -22,12 +22,12 @@ from headway.planning._torch import FakeTensor, disable_current_modes
 
 Optimizer = str | MakeOptimizer
 """Name of an optimizer, or a function that makes one from parameters."""
-_COMPILED = (
+_TORCHAO_CAVEAT = (
     "torchao compiles its update, and compiled code cannot run here: two float32 copies of one parameter at a time are counted, "
     "which is what it takes on a CPU; on a GPU it may take less"
 )
 _CAVEATS = {
-    **dict.fromkeys(("adamw8bit", "adamw4bit", "adamwfp8"), _COMPILED),
+    **dict.fromkeys(("adamw8bit", "adamw4bit", "adamwfp8"), _TORCHAO_CAVEAT),
     "adamw8bit_bnb": "the kernel of bitsandbytes' AdamW8bit is assumed to need no scratch memory on a GPU, as in its source code; "
     "this was not measured",
 }
@@ -90,6 +90,7 @@ def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bi
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = self._new_buffer(parameter, True)
                 state["exp_avg_sq"] = self._new_buffer(parameter, False)
+            # Both are in memory at once, and freed when the update of this parameter ends.
             moments = [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
             del moments
 
@@ -118,9 +119,13 @@ class MuonAndAdamW(optim.Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         own = list(parameters)
         super().__init__(own, {})
-        matrices, others = [each for each in own if each.dim() == 2], [each for each in own if each.dim() != 2]
-        self.parts: list[optim.Optimizer] = [optim.Muon(matrices)] if matrices else []
-        self.parts += [optim.AdamW(others)] if others else []
+        matrices = [each for each in own if each.dim() == 2]
+        not_matrices = [each for each in own if each.dim() != 2]
+        self.parts: list[optim.Optimizer] = []
+        if matrices:
+            self.parts.append(optim.Muon(matrices))
+        if not_matrices:
+            self.parts.append(optim.AdamW(not_matrices))
         # The groups are those of the inner optimizers, so that changes to a group reach the optimizer that uses it.
         self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
 
@@ -141,8 +146,8 @@ class MuonAndAdamW(optim.Optimizer):
             self.state.update(part.state)
 
 
-_READ_MATRICES = ("adafactor", "adafactor_transformers", "muon")
-"""Names of the optimizers that read whole parameters."""
+_WHOLE_PARAMETER_OPTIMIZERS = ("adafactor", "adafactor_transformers", "muon")
+"""Names of the optimizers whose update of an element depends on the parameter's other elements."""
 _MAKERS: dict[str, MakeOptimizer] = {
     "adamw": optim.AdamW,
     "adam": optim.Adam,
@@ -196,10 +201,13 @@ def list_inner_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known by its name to update each element of a parameter separately."""
-    return isinstance(optimizer, str) and optimizer not in _READ_MATRICES
+    """Whether an optimizer is known by its name to update each element of a parameter separately.
+
+    The result is False for functions that make an optimizer, whatever they make.
+    """
+    return isinstance(optimizer, str) and optimizer not in _WHOLE_PARAMETER_OPTIMIZERS
 
 
-def list_caveats(optimizer: Optimizer) -> tuple[str, ...]:
+def list_optimizer_caveats(optimizer: Optimizer) -> tuple[str, ...]:
     """Return the assumptions of a forecast with this optimizer, as sentences."""
     return (_CAVEATS[optimizer],) if isinstance(optimizer, str) and optimizer in _CAVEATS else ()

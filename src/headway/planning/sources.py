@@ -26,12 +26,12 @@ _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM
 
 Encoders are also registered as causal models, so more specific classes are tried first.
 """
-_LEARNS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+_TOKEN_LABEL_CLASSES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 """Endings of the names of model classes that take one label per token."""
-_SEQUENCE = 4096
+_DEFAULT_TOKENS = 4096
 """Default number of tokens per sample, unless the model allows only fewer."""
-_ENDLESS = 1 << 20
-"""Number of tokens that is taken as the limit of a model that has none."""
+_UNLIMITED_TOKENS = 1 << 20
+"""Maximum number of tokens that is assumed for a model whose config has no limit."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def make_config_source(
         config.use_cache = False  # training generates no tokens, so it needs no cache
     kinds: tuple[str, ...] = _KINDS
     if task is not None:
-        config.architectures, kinds = None, (TASKS[task][0],)
+        config.architectures, kinds = None, (TASKS[task].auto_class,)
 
     def make_model() -> nn.Module:
         return skip_causal_mask(build_meta_model(config, where, kinds, include_buffers=True))
@@ -196,7 +196,8 @@ def _make_step(
     Raises:
         ConfigError: If the sequence is longer than the model allows.
     """
-    _, of_tokens, of_samples = TASKS[task] if task is not None else ("", _name_second_input(model), ())
+    token_labels = _name_second_input(model) if task is None else TASKS[task].token_labels
+    sample_labels = () if task is None else TASKS[task].sample_labels
     kind: str = getattr(model, "main_input_name", "")
     config: Any = model.config
     if kind == "pixel_values":
@@ -204,18 +205,18 @@ def _make_step(
         if not isinstance(size, int):
             return None, 0, "no batch: the config does not give the image size"
         shown = f"{batch} image(s) of {size} x {size}"
-        return TransformersStep(batch, (channels, size, size), (kind,), per_sample=of_samples), 0, shown
+        return TransformersStep(batch, (channels, size, size), (kind,), per_sample=sample_labels), 0, shown
     if kind != "input_ids":
         return None, 0, f"no batch: {type(model).__name__} takes {kind or 'unknown inputs'}"
     limit = getattr(config, "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else None
-    length = sequence or min(_SEQUENCE, limit or _SEQUENCE)
+    length = sequence or min(_DEFAULT_TOKENS, limit or _DEFAULT_TOKENS)
     if limit is not None and length > limit:
         raise ConfigError(
             f"{where}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
             f"{limit} or less"
         )
-    step = TransformersStep(batch, (length,), (kind, *of_tokens), limit or _ENDLESS, of_samples)
+    step = TransformersStep(batch, (length,), (kind, *token_labels), limit or _UNLIMITED_TOKENS, sample_labels)
     return step, batch * length, f"{batch} x {length:,} tokens"
 
 
@@ -224,8 +225,8 @@ def _name_second_input(model: nn.Module) -> tuple[str, ...]:
 
     The tuple is empty if the model needs no such argument.
     """
-    is_of_tokens = type(model).__name__.endswith(_LEARNS_TOKENS)
-    if is_of_tokens and "labels" in inspect.signature(model.forward).parameters:
+    has_token_labels = type(model).__name__.endswith(_TOKEN_LABEL_CLASSES)
+    if has_token_labels and "labels" in inspect.signature(model.forward).parameters:
         return ("labels",)
     return ("decoder_input_ids",) if getattr(model.config, "is_encoder_decoder", False) else ()
 
@@ -269,9 +270,11 @@ class TransformersStep:
 
 def get_loss(outputs: Any) -> torch.Tensor:
     """Return the loss in a model's outputs. If there is none, return the float32 mean of the first output."""
-    found = getattr(outputs, "loss", None)
+    loss: torch.Tensor | None = getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss
     first: torch.Tensor = outputs[0]
-    return first.float().mean() if found is None else found
+    return first.float().mean()
 
 
 def parse_lora_rank(text: str) -> int:
@@ -293,7 +296,9 @@ def make_forecast_functions(
     lora: int | None = None,
     is_packed: bool = False,
 ) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]], Callable[[Any, Any], torch.Tensor]]:
-    """Return three functions that make the model, make a batch of a given size, and compute the loss from outputs.
+    """Return the functions that `headway.forecast` needs for a transformers model: `model_fn`, `batch_fn` and `loss`.
+
+    They make the model, make a batch of a given number of samples, and compute the loss from outputs and targets.
 
     Args:
         source: Source of a transformers model.
@@ -344,17 +349,16 @@ def _quantize_to_four_bits(model: nn.Module) -> nn.Module:
     """
     peft, transformers = (require(name, "--dtype int4 needs", name) for name in ("peft", "transformers"))
     require("bitsandbytes", "--dtype int4 needs", "bitsandbytes")
-    how = transformers.BitsAndBytesConfig(
+    quantization_config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    quantizer = transformers.quantizers.AutoHfQuantizer.from_config(how, pre_quantized=False)
+    quantizer = transformers.quantizers.AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
     quantizer.preprocess_model(model, device_map=None)
-    nn.Module.to(
-        model, torch.bfloat16
-    )  # the usual dtype of a checkpoint. Module.to is called directly, because transformers' `to` refuses such models.
+    # bfloat16 is the usual dtype of a checkpoint. transformers' own `to` refuses quantized models.
+    nn.Module.to(model, torch.bfloat16)
     quantizer.postprocess_model(model)
     prepared: nn.Module = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return prepared

@@ -94,7 +94,7 @@ def test_idle_time_of_equal_stages(schedule):
     lanes = [StageTimeline(make_events(schedule, place, 6, 4), place) for place in range(4)]
     taken = simulate_stages(lanes, lambda event: event.amount)
     assert taken == 3 * (6 + 4 - 1)
-    assert [lane.busy for lane in lanes] == [18] * 4
+    assert [lane.computing_seconds for lane in lanes] == [18] * 4
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_idle_time_matches_theory_of_each_schedule(num_stages, num):
         found = plan_pipeline(schedule, num, lambda: Chain(depth=16), num_stages, rows=num)
         lanes = [StageTimeline(stage.events, stage.share.rank) for stage in found.stages]
         taken = simulate_stages(lanes, lambda event: event.amount if event.kind == "compute" else 0.0)
-        idle[schedule] = 1 - lanes[-1].busy / taken
+        idle[schedule] = 1 - lanes[-1].computing_seconds / taken
     rest = num_stages - 1
     theory = {"gpipe": num, "1f1b": num, "interleaved": 2 * num, "zero_bubble": 6 * num, "zbv": 6 * num}
     assert idle == pytest.approx({name: rest / (work + rest) for name, work in theory.items()}, abs=0.02)
