@@ -7,7 +7,7 @@ gradients became ready. Gradients are copied into their bucket, or become views 
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -20,7 +20,7 @@ from headway.forecasting.tracing.step import StepEngine
 
 _MIB = 1 << 20
 """Number of bytes in a mebibyte."""
-_BROADCAST = 250 * _MIB
+_BROADCAST_BYTES = 250 * _MIB
 """Approximate size in bytes of the buffers in which DDP broadcasts rank 0's parameters and buffers."""
 _IN_FLIGHT = 2
 """Number of broadcast buffers that exist at the same time."""
@@ -31,8 +31,8 @@ class BucketedReplica(StepEngine):
 
     Args:
         model: Model whose tensors have no values.
-        cap: Maximum size of a bucket in bytes.
-        as_views: Whether gradients are views of the buckets (`gradient_as_bucket_view`).
+        max_bytes: Maximum size of a bucket in bytes.
+        uses_views: Whether gradients are views of the buckets (`gradient_as_bucket_view`).
         is_fixed: Whether the buckets are never rebuilt, as with `find_unused_parameters`.
     """
 
@@ -40,15 +40,15 @@ class BucketedReplica(StepEngine):
         3  # the second update starts with one bucket and ends with many, so only the third is like all later ones
     )
 
-    def __init__(self, model: nn.Module, cap: int, as_views: bool = False, is_fixed: bool = False) -> None:
+    def __init__(self, model: nn.Module, max_bytes: int, uses_views: bool = False, is_fixed: bool = False) -> None:
         super().__init__(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._cap = cap
-        self._as_views = as_views
+        self._max_bytes = max_bytes
+        self._uses_views = uses_views
         self._is_fixed = is_fixed
         self._buckets: list[torch.Tensor] = []
-        self._places: dict[int, torch.Tensor] = {}
-        self._arrived: list[int] = []
+        self._bucket_views: dict[int, torch.Tensor] = {}  # by index of the parameter
+        self._ready_order: list[int] = []  # indices of the parameters whose gradients are ready, in order
         self._is_last = False
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, index))  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ class BucketedReplica(StepEngine):
         """
         if not self._buckets:
             self._broadcast_states()
-            self._make_buckets(range(len(self._parameters))[::-1], self._cap if self._is_fixed else sys.maxsize)
+            self._make_buckets(range(len(self._parameters))[::-1], self._max_bytes if self._is_fixed else sys.maxsize)
         return self._buckets
 
     @contextmanager
@@ -74,11 +74,11 @@ class BucketedReplica(StepEngine):
         Args:
             is_last: Whether the micro-batch is the last of its accumulation window.
         """
-        if len(self._arrived) == len(self._parameters) and not self._is_fixed:
-            order, self._is_fixed = list(self._arrived), True
+        if len(self._ready_order) == len(self._parameters) and not self._is_fixed:
+            self._is_fixed = True
             self._buckets.clear()
-            self._places.clear()
-            self._make_buckets(order, self._cap)
+            self._bucket_views.clear()
+            self._make_buckets(self._ready_order, self._max_bytes)
         self._is_last = is_last
         yield
 
@@ -94,35 +94,41 @@ class BucketedReplica(StepEngine):
         if not self._is_last:
             return
         if not self._is_fixed:
-            self._arrived.append(index)
-        if self._as_views:
-            self._parameters[index].grad = self._places[index]
+            self._ready_order.append(index)
+        if self._uses_views:
+            self._parameters[index].grad = self._bucket_views[index]
 
     def _broadcast_states(self) -> None:
         states = [each.detach() for each in (*self.model.parameters(), *self.model.buffers())]
-        flying: deque[torch.Tensor] = deque()
-        for group in _group_tensors(states, _BROADCAST):
-            if len(flying) == _IN_FLIGHT:
-                flying.popleft()
-            members = [states[place] for place in group]
-            flying.append(torch.empty(sum(each.numel() for each in members), dtype=members[0].dtype))
+        in_flight: deque[torch.Tensor] = deque()
+        for group in _group_tensors(states, _BROADCAST_BYTES):
+            if len(in_flight) == _IN_FLIGHT:
+                in_flight.popleft()
+            members = [states[index] for index in group]
+            in_flight.append(torch.empty(sum(each.numel() for each in members), dtype=members[0].dtype))
 
-    def _make_buckets(self, order: Iterable[int], cap: int) -> None:
-        wanted = list(order)
-        for group in _group_tensors([self._parameters[index].detach() for index in wanted], cap):
-            members = [self._parameters[wanted[place]] for place in group]
-            sizes = [parameter.numel() for parameter in members]
-            self._buckets.append(torch.empty(sum(sizes), dtype=members[0].dtype))
-            for place, parameter, begin in zip(group, members, accumulate([0, *sizes])):
-                flat = self._buckets[-1][begin : begin + parameter.numel()]
-                if self._as_views:
-                    self._places[wanted[place]] = flat.view(parameter.shape)
+    def _make_buckets(self, order: Sequence[int], max_bytes: int) -> None:
+        """Allocate the buckets, and the views of them that become gradients.
+
+        Args:
+            order: Indices of the parameters, in the order in which their gradients are put into buckets.
+            max_bytes: Maximum size of a bucket in bytes.
+        """
+        for group in _group_tensors([self._parameters[index].detach() for index in order], max_bytes):
+            indices = [order[position] for position in group]
+            sizes = [self._parameters[index].numel() for index in indices]
+            bucket = torch.empty(sum(sizes), dtype=self._parameters[indices[0]].dtype)
+            self._buckets.append(bucket)
+            if self._uses_views:
+                for index, size, begin in zip(indices, sizes, accumulate([0, *sizes])):
+                    self._bucket_views[index] = bucket[begin : begin + size].view(self._parameters[index].shape)
 
 
-def _group_tensors(tensors: list[torch.Tensor], cap: int) -> list[list[int]]:
+def _group_tensors(tensors: list[torch.Tensor], max_bytes: int) -> list[list[int]]:
+    """Return the indices of the tensors in each bucket, by the rule of DDP's reducer. Each bucket has one dtype."""
     from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-    groups: list[list[int]] = _compute_bucket_assignment_by_size(tensors, [cap])[0]
+    groups: list[list[int]] = _compute_bucket_assignment_by_size(tensors, [max_bytes])[0]
     return groups
 
 

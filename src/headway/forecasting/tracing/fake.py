@@ -74,13 +74,14 @@ def trace_step(
         ConfigError: If the user's loop (`recipe.loop`) does not call backward, or makes too few updates.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    made = [_make_model(make, fake, prepare)]
+    unused_models = [_make_model(make, fake, prepare)]
     if counts_work:
-        refuse_compiled(made[0])
-    blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(made[0])
+        refuse_compiled(unused_models[0])
+    blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(unused_models[0])
 
     def trace_model(count: int | None = None) -> Trace:
-        model = made.pop() if made else _make_model(make, fake, prepare)
+        # The first trace uses the model in which the blocks were found. A trace changes its model.
+        model = unused_models.pop() if unused_models else _make_model(make, fake, prepare)
         if blocks is not None and count is not None:
             blocks.shorten(model, count)
         fill_model(model, fake)
@@ -102,8 +103,8 @@ def trace_step(
                 raise make_trace_error(error, tracker.last) from error
             return tracker.build_trace()
 
-    found = None if blocks is None else trace_repeated(trace_model, blocks.count, proofs)
-    return add_third_update(found or trace_model())
+    extrapolated = None if blocks is None else trace_repeated(trace_model, blocks.count, proofs)
+    return add_third_update(extrapolated or trace_model())
 
 
 def _make_model(
@@ -133,25 +134,26 @@ def _make_batches(batch: Callable[..., Batch], fake: FakeTensorMode) -> Callable
     """
     from headway.forecasting._torch import disable_current_modes
 
-    made: dict[tuple[int, ...], Batch] = {}
+    real_batches: dict[tuple[int, ...], Batch] = {}  # by arguments of `batch`
 
-    def next_batch(*asked: int) -> Batch:
+    def make_fake_batch(*args: int) -> Batch:
         with disable_current_modes():
-            if asked not in made:
-                made[asked] = _refuse_packed(batch(*asked))
+            if args not in real_batches:
+                real_batches[args] = batch(*args)
+                _refuse_packed(real_batches[args])
             with fake:
-                return tree_map(make_empty_leaf, made[asked])
+                return tree_map(make_empty_leaf, real_batches[args])
 
-    return next_batch
+    return make_fake_batch
 
 
-def _refuse_packed(batch: Batch) -> Batch:
+def _refuse_packed(batch: Batch) -> None:
+    """Raise UnsupportedError if the batch contains a `PackedSequence`."""
     if any(map(_is_packed, tree_leaves(batch, is_leaf=_is_packed))):
         raise UnsupportedError(
             "the batch has a PackedSequence, in which the number of sequences at each step is a value, and nothing is computed here. "
             "Forecast the model with padded sequences (batch_fn=), which take as much or more"
         )
-    return batch
 
 
 def _is_packed(each: Any) -> bool:
@@ -178,27 +180,27 @@ def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor
     Returns:
         The replacement of each tensor, by the `id` of the original.
     """
-    made: dict[int, torch.Tensor] = {}
+    replacements: dict[int, torch.Tensor] = {}  # by `id` of the original
 
     def make_fake(tensor: torch.Tensor) -> torch.Tensor:
         if is_fake(tensor):
             return tensor
-        if id(tensor) not in made:
+        if id(tensor) not in replacements:
             with fake:
-                made[id(tensor)] = make_empty_like(tensor)
-        return made[id(tensor)]
+                replacements[id(tensor)] = make_empty_like(tensor)
+        return replacements[id(tensor)]
 
     for module in model.modules():
         if is_unpacked_four_bit(module):
             pack_four_bit(module, fake)
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None:
-                    held[name] = make_fake(tensor)  # type: ignore[assignment]
-    return made
+                    tensors[name] = make_fake(tensor)  # type: ignore[assignment]
+    return replacements
 
 
-def make_trace_error(error: Exception, last: str) -> UnsupportedError:
+def make_trace_error(error: Exception, last_operation: str) -> UnsupportedError:
     """Return the error to raise after a failed trace. Its message has the operation, the user's line and the reason.
 
     If torch refuses an operation because the trace has no values, the message names this reason. A real run could raise
@@ -206,25 +208,25 @@ def make_trace_error(error: Exception, last: str) -> UnsupportedError:
 
     Args:
         error: Exception that ended the trace.
-        last: Name of the last operation that ran, or "" if none ran.
+        last_operation: Name of the last operation that ran, or "" if none ran.
     """
     cause: Any = getattr(error, "inner_exception", error)  # TorchDynamo wraps the exception
     line = find_user_line(cause.__traceback__)
     where = f", called at {line}" if line else ""
     needs_shapes = "A forecast needs a step whose shapes depend on shapes alone"
     if isinstance(cause, fake_tensor.UnsupportedFakeTensorException):
-        return UnsupportedError(f"the step cannot be traced: {last}{where}: {cause.reason}. {needs_shapes}")
+        return UnsupportedError(f"the step cannot be traced: {last_operation}{where}: {cause.reason}. {needs_shapes}")
     for kind, reason in _REASONS.items():
         if isinstance(cause, kind):
             return UnsupportedError(f"the step cannot be traced: {cause.func}{where}: {reason}. {needs_shapes}")
     message = (str(cause).strip() or "it gives no reason").splitlines()[0].rstrip(".")
     at = f" at {line}" if line else ""
-    if not last:
+    if not last_operation:
         return UnsupportedError(
             f"the step failed{at} before its first operation: {type(cause).__name__}: {message}. A batch that is a mapping "
             "is called as model(**batch), a pair as model(batch[0]); docs/forecast.md has more"
         )
     return UnsupportedError(
-        f"the step failed{at}, after {last}: {type(cause).__name__}: {message}. If it runs without a forecast, it needs the "
-        "values of tensors, and a forecast knows only their shapes"
+        f"the step failed{at}, after {last_operation}: {type(cause).__name__}: {message}. If it runs without a forecast, it needs "
+        "the values of tensors, and a forecast knows only their shapes"
     )

@@ -226,35 +226,36 @@ def run_steps(
     Raises:
         LossError: If the loss is not a scalar with a gradient.
     """
-    asked = recipe.list_requests(engine.num_updates)
-    clears_late, is_function = recipe.loop == "zero_grad_before_backward", recipe.loop == "loss_function"
-    held: Batch = None
+    batch_args = recipe.list_requests(engine.num_updates)
+    clears_before_backward = recipe.loop == "zero_grad_before_backward"
+    has_loss_function = recipe.loop == "loss_function"
+    current_batch: Batch = None
     outputs: Any = None
     loss: torch.Tensor | None = None
     for step in range(1, recipe.count_updates(engine.num_updates) + 1):
         for index in range(recipe.accumulation):
             observer.enter_phase(f"step {step} forward")
             # As in a real loop, the previous batch lives until this assignment, so both batches are briefly in memory.
-            held = mark_batch(batch(*next(asked)), observer)
+            current_batch = mark_batch(batch(*next(batch_args)), observer)
             with engine.run_micro_batch(is_last=index == recipe.accumulation - 1):
                 with make_autocast(recipe.precision):
-                    outputs = _call_model(model, held)
-                    loss = _compute_loss(outputs, held, recipe)
-                if is_function:
+                    outputs = _call_model(model, current_batch)
+                    loss = _compute_loss(outputs, current_batch, recipe)
+                if has_loss_function:
                     outputs = None
-                if clears_late and index == 0:
+                if clears_before_backward and index == 0:
                     _clear_gradients(parameters, recipe)
                 scaled = _scale_loss(loss, recipe)
                 observer.mark_activations()
                 observer.enter_phase(f"step {step} backward")
                 scaled.backward()  # type: ignore[no-untyped-call]
                 del scaled
-                if is_function:
+                if has_loss_function:
                     loss = None
             observer.mark_tensors(engine.list_gradients(), "gradients")
         observer.enter_phase(f"step {step} update")
         _update_parameters(optimizer, recipe, observer, engine)
-        if not clears_late:
+        if not clears_before_backward:
             _clear_gradients(parameters, recipe)
 
 
@@ -318,10 +319,11 @@ def make_autocast(precision: str) -> AbstractContextManager[Any]:
 def _update_parameters(
     optimizer: torch.optim.Optimizer | None, recipe: StepRecipe, observer: StepObserver, engine: StepEngine
 ) -> None:
+    """Unscale the gradients for fp16, clip them, and step the optimizer, as far as the recipe requests it."""
     if recipe.precision == "fp16" and (gradients := engine.list_gradients()):
-        found, inverse = torch.zeros(1), torch.ones(1)
-        unscale_gradients_(gradients, found, inverse)
-        del gradients
+        found_inf, inverse_scale = torch.zeros(1), torch.ones(1)
+        unscale_gradients_(gradients, found_inf, inverse_scale)
+        del gradients  # so that this list does not keep gradients alive during the update
     if recipe.max_norm is not None:
         engine.clip_gradients(recipe.max_norm)
     if optimizer is not None:
@@ -349,16 +351,17 @@ def list_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def choose_cuda_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer use `foreach` kernels, as it does by default on a GPU, unless the user has chosen otherwise.
+    """Make the optimizer use `foreach` kernels, as it does by default on a GPU.
 
-    By default, torch's optimizers update all parameters at once on a GPU, but one at a time on a CPU. Do nothing for
-    Adafactor, which updates one parameter at a time on both.
+    By default, torch's optimizers update all parameters at once on a GPU, but one at a time on a CPU. Groups in which
+    the user has set `foreach`, `fused` or `differentiable` are not changed. Do nothing for Adafactor, which updates one
+    parameter at a time on both.
     """
     if isinstance(optimizer, torch.optim.Adafactor):  # updates one parameter at a time on a GPU, too, to save memory
         return
     for group in optimizer.param_groups:
-        is_free = "foreach" in group and group["foreach"] is None
-        if is_free and not group.get("fused") and not group.get("differentiable"):
+        has_default = "foreach" in group and group["foreach"] is None
+        if has_default and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True
 
 
@@ -485,11 +488,11 @@ def _replace_step(optimizer: torch.optim.Optimizer, phases: LoopPhases, engine: 
         phases: Phases of the loop.
         engine: Engine that makes the updates.
     """
-    original, is_within = optimizer.step, False
+    original, is_engine_stepping = optimizer.step, False
 
     def step_through_engine(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        nonlocal is_within
-        if is_within:
+        nonlocal is_engine_stepping
+        if is_engine_stepping:
             return original(*([] if closure is None else [closure]))
         losses: list[Any] = []
 
@@ -499,11 +502,11 @@ def _replace_step(optimizer: torch.optim.Optimizer, phases: LoopPhases, engine: 
             return losses[-1]
 
         phases.enter_phase("update")
-        is_within = True
+        is_engine_stepping = True
         try:
             engine.step_optimizer(optimizer, None if closure is None else evaluate_closure)
         finally:
-            is_within = False
+            is_engine_stepping = False
         phases.record_update(optimizer)
         return losses[0] if losses else None
 
@@ -537,12 +540,13 @@ def run_loop(
     phases = LoopPhases(observer, engine)
 
     def iterate_batches() -> Iterator[Batch]:
-        for asked in recipe.list_requests(engine.num_updates):
+        for args in recipe.list_requests(engine.num_updates):
             phases.enter_phase("forward")
-            yield mark_batch(batch(*asked), observer)  # no name here, so that only the loop keeps the batch alive
+            yield mark_batch(batch(*args), observer)  # no name here, so that only the loop keeps the batch alive
 
     if optimizer is not None:
         _replace_step(optimizer, phases, engine)
+    # The loop decides by itself when it accumulates, so gradients are reduced in every micro-batch.
     with phases, make_autocast(recipe.precision), engine.run_micro_batch(is_last=True):
         loop(model, iterate_batches(), optimizer)
     updates = recipe.count_updates(engine.num_updates)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from headway.forecasting._torch import tree_leaves
 from headway.forecasting.device.devices import Device
 
-LAUNCH = 5e-6
+LAUNCH_SECONDS = 5e-6
 """Seconds that the host needs to launch an operation in eager mode, which is the operation's minimum duration.
 
 The value is assumed, not measured.
@@ -22,7 +22,7 @@ _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::det
 """Prefixes of the names of operations that launch no kernel."""
 
 # Of the attention kernels, torch's registry of FLOP formulas has only those of accelerators.
-_OF_CPUS: dict[str, Callable[..., int]] = {
+_CPU_ATTENTION_FLOPS: dict[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: int(
         sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
     ),
@@ -46,9 +46,11 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     if func._overloadpacket in flop_registry:
         counted = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
     else:
-        formula = _OF_CPUS.get(func._schema.name)
+        formula = _CPU_ATTENTION_FLOPS.get(func._schema.name)
         counted = formula(*args) if formula is not None else 0
-    return counted // 2 if counted and _is_causal(func, args, kwargs) else counted
+    if counted and _is_causal(func, args, kwargs):
+        return counted // 2
+    return counted
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -121,10 +123,11 @@ class WorkCounter:
         if func.is_view or name.startswith(_NO_KERNEL):
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        num_bytes = sum(each.numel() * each.element_size() for each in {id(each): each for each in tensors}.values())
+        unique = {id(each): each for each in tensors}.values()  # an in-place operation returns one of its arguments
+        num_bytes = sum(each.numel() * each.element_size() for each in unique)
         flops = count_flops(func, args, kwargs or {}, result)
         computing = flops / self._get_rate(tensors) if flops else 0.0
-        seconds = max(computing, num_bytes / self._rates.bandwidth, LAUNCH)
+        seconds = max(computing, num_bytes / self._rates.bandwidth, LAUNCH_SECONDS)
         self.by_phase[phase] = self.by_phase.get(phase, StepWork()) + StepWork(flops, num_bytes, 1, seconds)
 
     def _get_rate(self, tensors: list[torch.Tensor]) -> float:
