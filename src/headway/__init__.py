@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
         # This shortens the import of torch and the Accelerator by a fifth.
         with import_without_garbage_collection():
             if place is None:
-                value = _names_of_accelerate().find(name, _MODULES_OF_NAMES)
+                value = _names_of_accelerate().find_served_name(name, _MODULES_OF_NAMES)
             else:
                 value = import_module(f"headway.{name}") if place == "headway" else getattr(import_module(place), name)
     globals()[name] = value

@@ -17,7 +17,7 @@ import pytest
 import headway
 from headway.compat.accelerate.members import AccelerateMembers
 from headway.compat.accelerate.served.as_accelerate import find_as_accelerate
-from headway.compat.accelerate.served.names import find
+from headway.compat.accelerate.served.names import find_served_name
 from headway.compat.accelerate.served.surface import describe_name
 from headway.compat.accelerate.served.tables import (
     AS_ACCELERATE,
@@ -177,7 +177,7 @@ def test_no_name_is_both_served_and_refused():
 
 @pytest.mark.parametrize("name", sorted({*SERVED, *RENAMED}))
 def test_served_names_exist_and_have_docstrings(name):
-    value = find(name)
+    value = find_served_name(name)
     assert isinstance(value, str) or inspect.getdoc(value)
 
 

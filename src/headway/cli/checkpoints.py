@@ -94,10 +94,10 @@ def format_listing(parent: Path) -> list[str]:
     for name in names:
         try:
             manifest = read_manifest(parent / name)
-            about = manifest.about
+            run_facts = manifest.about
             size = format_bytes(manifest.num_bytes())
-            description = f"after {about.get('num_updates')} updates, epoch {about.get('epoch')}, {size}"
-            description += f", saved {about['saved_at']}" if "saved_at" in about else ""
+            description = f"after {run_facts.get('num_updates')} updates, epoch {run_facts.get('epoch')}, {size}"
+            description += f", saved {run_facts['saved_at']}" if "saved_at" in run_facts else ""
         except CheckpointError as error:
             description = f"damaged: {error}"
         lines.append(f"  {name:{width}}  {description}")
@@ -115,9 +115,9 @@ class _TensorTotals:
 
 def format_summary(manifest: Manifest) -> list[str]:
     """Return lines of text that summarize a checkpoint's manifest."""
-    about = dict(manifest.about)
-    versions = about.pop("versions", {})
-    lines = [f"{name.replace('_', ' ')}: {value}" for name, value in about.items() if value is not None]
+    run_facts = dict(manifest.about)
+    versions = run_facts.pop("versions", {})
+    lines = [f"{name.replace('_', ' ')}: {value}" for name, value in run_facts.items() if value is not None]
     if isinstance(versions, dict):
         lines.append("written by: " + ", ".join(f"{name} {value}" for name, value in versions.items()))
     totals: dict[str, _TensorTotals] = {}

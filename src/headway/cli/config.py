@@ -42,8 +42,8 @@ from headway.core.config.load import merge_layers, read_environment_layer
 from headway.core.config.values import parse_text
 from headway.errors import ConfigError, StateError
 
-ALL, SOME, NONE = "all of them", "some of them", "none: the CPU"
-SPREADS = {
+ALL_DEVICES, SOME_DEVICES, NO_DEVICES = "all of them", "some of them", "none: the CPU"
+LAYOUT_DESCRIPTIONS = {
     "ddp": "ddp: a replica of the model on every process; fastest if the model fits",
     "fsdp": "fsdp: weights, gradients and optimizer state sharded across all processes",
     "hsdp": "hsdp: sharded within groups of processes, with a replica in each group; for several machines",
@@ -64,7 +64,7 @@ class ConfigQuestion:
 
     Attributes:
         name: Setting that the answer determines. Three names are not settings: "devices" asks which accelerators are
-            used, and "spread" and "group" together determine the strategy.
+            used, and "layout" and "group" together determine the strategy.
         text: Text of the question.
         default: Suggested answer.
         choices: Allowed answers. Empty if any text is allowed.
@@ -126,19 +126,22 @@ def ask_questions(
         ask_setting("machine_rank", "Which of them is this one, counted from 0?", "0")
         ask_setting("main_process_ip", "At which address do the others reach machine 0?", "10.0.0.1")
         ask_setting("main_process_port", "On which free port of machine 0 do they meet?", "29400")
-    devices = NONE
+    devices = NO_DEVICES
     if accelerator is not None:
         devices = ask_setting(
-            "devices", f"This machine has {num_devices} x {accelerator}. Which are used?", ALL, (ALL, SOME, NONE)
+            "devices",
+            f"This machine has {num_devices} x {accelerator}. Which are used?",
+            ALL_DEVICES,
+            (ALL_DEVICES, SOME_DEVICES, NO_DEVICES),
         )
-    if devices == SOME:
+    if devices == SOME_DEVICES:
         ask_setting("gpu_ids", f"Which, separated by commas? There are {', '.join(device_ids)}.", device_ids[0])
-    if devices == NONE:
+    if devices == NO_DEVICES:
         per_run = "How many processes are started on the CPU, over all machines?"
         ask_setting("num_processes", per_run, str(num_machines))
-    if devices == NONE:
+    if devices == NO_DEVICES:
         num_processes = int(answers["num_processes"])
-    elif devices == SOME:
+    elif devices == SOME_DEVICES:
         num_processes = num_machines * len(answers["gpu_ids"].split(","))
     else:
         num_processes = num_machines * num_devices
@@ -159,7 +162,9 @@ def _ask_layout(ask: Ask, answers: dict[str, str], num_processes: int, per_machi
         per_machine: Number of processes on each machine.
     """
     description = ask(
-        ConfigQuestion("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values()))
+        ConfigQuestion(
+            "layout", "How should the model be split?", LAYOUT_DESCRIPTIONS["ddp"], tuple(LAYOUT_DESCRIPTIONS.values())
+        )
     )
     strategy = description.partition(":")[0]
     if strategy in _GROUP_LAYOUT_FORMATS:
@@ -196,7 +201,7 @@ def _make_launch_config(answers: Mapping[str, str], has_accelerator: bool) -> La
         for name, answer in answers.items()
         if name in SETTINGS and (name, answer) not in (("num_machines", "1"), ("gradient_accumulation_steps", "1"))
     }
-    if has_accelerator and answers.get("devices") == NONE:
+    if has_accelerator and answers.get("devices") == NO_DEVICES:
         settings["cpu"] = True
     return LaunchConfig(**settings)
 
@@ -302,8 +307,8 @@ def _import_foreign(foreign: str, config_file: str | None, force: bool) -> None:
 
     translation = translate_config(load_mapping(read_config(Path(foreign)), foreign), foreign)
     width = max((len(key) for key, _ in translation.lines), default=0)
-    for key, text in translation.lines:
-        click.echo(f"{key:<{width}}  {text}")
+    for key, description in translation.lines:
+        click.echo(f"{key:<{width}}  {description}")
     if translation.num_lost:
         click.echo(f"{translation.num_lost} of {translation.num_keys} keys could not be kept: runs will not use them")
     path = _get_config_path(config_file)

@@ -83,15 +83,15 @@ def compare_locations(locations: Sequence[RankLocation]) -> Iterator[Finding]:
 
     Clocks are compared only if there are several hosts.
     """
-    first = locations[0]
+    reference = locations[0]
     hosts = list(dict.fromkeys(location.host for location in locations))
     yield Finding(
         "ok",
         f"{len(locations)} processes on {len(hosts)} host{'s' if len(hosts) > 1 else ''} have met: {', '.join(hosts)}",
     )
-    different = [location for location in locations if location.versions != first.versions]
+    different = [location for location in locations if location.versions != reference.versions]
     if different:
-        versions = "; ".join(f"{location.host}: {_format_versions(location)}" for location in (first, different[0]))
+        versions = "; ".join(f"{location.host}: {_format_versions(location)}" for location in (reference, different[0]))
         yield Finding(
             "bad",
             f"machines run different versions: {versions}",
@@ -101,7 +101,7 @@ def compare_locations(locations: Sequence[RankLocation]) -> Iterator[Finding]:
     if hosts_without_folder:
         yield Finding(
             "note",
-            f"the working folder {Path.cwd()} of {first.host} is not shared with {', '.join(hosts_without_folder)}",
+            f"the working folder {Path.cwd()} of {reference.host} is not shared with {', '.join(hosts_without_folder)}",
             "start in a folder on a shared disk, or expect scripts, data and checkpoints to be apart on each machine",
         )
     elif len(hosts) > 1:

@@ -46,8 +46,8 @@ def format_misplaced_flags_warning(ctx: click.Context, typed_args: Sequence[str]
         launcher_only = {index: words for index, words in launcher_only.items() if words[0].startswith("--")}
     if not launcher_only:
         return ""
-    others = dict(_find_launcher_flags(ctx, args, _MOVABLE_SETTINGS - _LAUNCHER_ONLY_SETTINGS))
-    words_by_index = dict(sorted((launcher_only | others).items()))
+    also_misplaced = dict(_find_launcher_flags(ctx, args, _MOVABLE_SETTINGS - _LAUNCHER_ONLY_SETTINGS))
+    words_by_index = dict(sorted((launcher_only | also_misplaced).items()))
     moved = [word for words in words_by_index.values() for word in words]
     moved_indices = {start + offset for start, words in words_by_index.items() for offset in range(len(words))}
     remaining = [word for index, word in enumerate(args) if index not in moved_indices]

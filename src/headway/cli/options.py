@@ -155,7 +155,9 @@ class GroupedCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             refuse_foreign_flag(error.option_name)
-            hint = suggest_word(error.option_name.lstrip("-"), [str(given.name) for given in self.params], prefix="--")
+            hint = suggest_word(
+                error.option_name.lstrip("-"), [str(parameter.name) for parameter in self.params], prefix="--"
+            )
             raise click.UsageError(f"there is no flag {error.option_name}{hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

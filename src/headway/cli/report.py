@@ -61,8 +61,8 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
 
         require_matplotlib()
     runs = load(run)
-    here = Path() if isinstance(run[0], ObjectPath) else runs[0].path.parent
-    target = out or here / "report.html"
+    default_folder = Path() if isinstance(run[0], ObjectPath) else runs[0].path.parent
+    target = out or default_folder / "report.html"
     text = html_page(runs).encode("utf-8", "backslashreplace")
     _write_file(target, text)
     click.echo(f"{target} ({format_bytes(len(text))})")

@@ -14,7 +14,7 @@ from headway.core.runtime.seed import set_seed
 
 _NUM_ROWS = 37  # a prime, so that no batch size or number of ranks divides it
 
-_BATCH = 4
+_BATCH_SIZE = 4
 
 
 def _make_data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def check_data(accelerator: Accelerator) -> str:
     Returns:
         Description of the successful check, for the report.
     """
-    loader = DataLoader(TensorDataset(torch.arange(_NUM_ROWS)), batch_size=_BATCH, shuffle=True)
+    loader = DataLoader(TensorDataset(torch.arange(_NUM_ROWS)), batch_size=_BATCH_SIZE, shuffle=True)
     prepared = accelerator.prepare_data_loader(loader)
     epochs = []
     for _ in range(2):
@@ -94,7 +94,7 @@ def check_gradient(accelerator: Accelerator) -> str:
     inputs, targets = _make_data()
     reference_model = _make_model()
     torch.autograd.backward(mse_loss(reference_model(inputs), targets))
-    loader = DataLoader(TensorDataset(inputs, targets), batch_size=_BATCH)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=_BATCH_SIZE)
     model = accelerator.prepare_model(_make_model())
     prepared = accelerator.prepare_data_loader(loader)
     prepared.even_batches = False  # otherwise repeated rows would count in the loss
@@ -127,9 +127,9 @@ def check_random_streams(accelerator: Accelerator) -> str:
         Description of the successful check, for the report.
     """
     set_seed(3, device_specific=True)
-    own = accelerator.collectives.gather_objects(torch.rand(1).item())
+    numbers = accelerator.collectives.gather_objects(torch.rand(1).item())
     num_streams = accelerator.strategy.data_shard.count  # ranks that read the same data must draw equal numbers
-    _require_true(len(set(own)) == num_streams, "device_specific seeds gave two ranks one stream")
+    _require_true(len(set(numbers)) == num_streams, "device_specific seeds gave two ranks one stream")
     synchronize_rng_states(["torch"])
     _require_true(
         len(set(accelerator.collectives.gather_objects(torch.rand(1).item()))) == 1, "streams stayed different"
@@ -146,9 +146,9 @@ def check_metrics(accelerator: Accelerator) -> str:
         Description of the successful check, for the report.
     """
     inputs, _ = _make_data()
-    prepared = accelerator.prepare_data_loader(DataLoader(TensorDataset(inputs), batch_size=_BATCH))
-    seen = [accelerator.gather_for_metrics(batch[0]) for batch in prepared]
-    _require_true(torch.equal(torch.cat(seen).cpu(), inputs), "gathered rows differ from the data")
+    prepared = accelerator.prepare_data_loader(DataLoader(TensorDataset(inputs), batch_size=_BATCH_SIZE))
+    gathered = [accelerator.gather_for_metrics(batch[0]) for batch in prepared]
+    _require_true(torch.equal(torch.cat(gathered).cpu(), inputs), "gathered rows differ from the data")
     return f"{_NUM_ROWS} rows back in the data's order"
 
 

@@ -4,10 +4,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from headway.cli.config import SPREADS, ConfigQuestion
+from headway.cli.config import LAYOUT_DESCRIPTIONS, ConfigQuestion
 from headway.cli.prompts import ask_with_lines
 
-SPREAD = ConfigQuestion("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values()))
+SPREAD = ConfigQuestion(
+    "layout", "How should the model be split?", LAYOUT_DESCRIPTIONS["ddp"], tuple(LAYOUT_DESCRIPTIONS.values())
+)
 COUNT = ConfigQuestion("num_processes", "How many processes?", "2")
 
 
@@ -19,15 +21,15 @@ def answer_prompt(question, typed):
     return (found[0] if found else None), ran.output
 
 
-@pytest.mark.parametrize("typed", ["2\n", "fsdp\n", " fsdp \n", SPREADS["fsdp"] + "\n"])
+@pytest.mark.parametrize("typed", ["2\n", "fsdp\n", " fsdp \n", LAYOUT_DESCRIPTIONS["fsdp"] + "\n"])
 def test_choice_is_accepted_as_number_word_or_text(typed):
     chosen, shown = answer_prompt(SPREAD, typed)
-    assert chosen == SPREADS["fsdp"]
+    assert chosen == LAYOUT_DESCRIPTIONS["fsdp"]
     assert "  1  ddp: a replica" in shown
     assert "  6  fsdp+tp: " in shown
 
 
-@pytest.mark.parametrize(("question", "default"), [(SPREAD, SPREADS["ddp"]), (COUNT, "2")])
+@pytest.mark.parametrize(("question", "default"), [(SPREAD, LAYOUT_DESCRIPTIONS["ddp"]), (COUNT, "2")])
 def test_enter_selects_the_default(question, default):
     assert answer_prompt(question, "\n")[0] == default
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.cli.config import NONE, SOME, SPREADS, ConfigQuestion, ask_questions
+from headway.cli.config import LAYOUT_DESCRIPTIONS, NO_DEVICES, SOME_DEVICES, ConfigQuestion, ask_questions
 from headway.core.config.launch import LaunchConfig
 from headway.core.config.mesh import parse_layout
 
@@ -23,7 +23,7 @@ def make_answers(**given):
 def test_cpu_machine_is_asked_for_processes():
     ask, asked = make_answers(num_processes="2")
     assert ask_questions(ask, None, 0) == LaunchConfig(num_processes=2, mixed_precision="no")
-    assert asked == ["num_machines", "num_processes", "spread", "mixed_precision", "gradient_accumulation_steps"]
+    assert asked == ["num_machines", "num_processes", "layout", "mixed_precision", "gradient_accumulation_steps"]
 
 
 def test_all_accelerators_leave_num_processes_unset():
@@ -34,12 +34,12 @@ def test_all_accelerators_leave_num_processes_unset():
 
 
 def test_some_accelerators_set_gpu_ids():
-    ask, _ = make_answers(devices=SOME, gpu_ids="0,1")
+    ask, _ = make_answers(devices=SOME_DEVICES, gpu_ids="0,1")
     assert ask_questions(ask, "cuda", 4, ("0", "1", "2", "3")).gpu_ids == "0,1"
 
 
 def test_cpu_of_a_machine_with_accelerators():
-    ask, _ = make_answers(devices=NONE)
+    ask, _ = make_answers(devices=NO_DEVICES)
     made = ask_questions(ask, "cuda", 4, ("0", "1", "2", "3"))
     assert (made.cpu, made.num_processes) == (True, 1)
 
@@ -58,13 +58,13 @@ def test_answers_are_checked():
 
 
 @pytest.mark.parametrize(
-    ("spread", "group", "strategy"),
+    ("layout", "group", "strategy"),
     [("fsdp", None, "fsdp"), ("tp", None, "tp"), ("hsdp", None, "hsdp=4"), ("hsdp", "2", "hsdp=2"), ("fsdp+tp", None, "fsdp+tp=2"),
      ("fsdp+cp", None, "fsdp+cp=2"),
      ("fsdp+tp", " 4", "fsdp+tp=4")],
 )  # fmt: skip
 def test_answers_give_the_strategy(spread, group, strategy):
-    given = {"spread": SPREADS[spread], "num_machines": "2"} | ({"group": group} if group else {})
+    given = {"layout": LAYOUT_DESCRIPTIONS[spread], "num_machines": "2"} | ({"group": group} if group else {})
     ask, asked = make_answers(**given)
     assert ask_questions(ask, "cuda", 4, ("0", "1", "2", "3")).strategy == strategy
     assert ("group" in asked) is ("=" in strategy)
@@ -73,7 +73,7 @@ def test_answers_give_the_strategy(spread, group, strategy):
 def test_single_process_is_not_asked_for_a_layout():
     ask, asked = make_answers(num_processes="1")
     assert not ask_questions(ask, None, 0).is_set("strategy")
-    assert "spread" not in asked
+    assert "layout" not in asked
 
 
 def test_group_size_must_fit():
@@ -84,7 +84,7 @@ def test_group_size_must_fit():
 
 
 def test_each_layout_is_explained_in_one_line():
-    for name, text in SPREADS.items():
+    for name, text in LAYOUT_DESCRIPTIONS.items():
         parse_layout(f"{name}=2" if name == "hsdp" else name.replace("+tp", "+tp=2").replace("+cp", "+cp=2"))
         assert text.startswith(f"{name}: ")
         assert len(text) < 100

@@ -61,7 +61,7 @@ PREEMPTION = "HEADWAY_PREEMPTION"
 
 Set it for scripts that only call `load_state` to resume.
 """
-_HANDLERS = {
+_HANDLER_CLASSES = {
     "autocast": ("AutocastKwargs",),
     "ddp": ("DistributedDataParallelKwargs",),
     "scaler": ("GradScalerKwargs",),
@@ -89,8 +89,9 @@ ACCELERATES_BEHAVIOR = Behavior(
     resume_method="load_state",
 )
 """Accelerate's rules for losses, accumulation windows, gradient clipping, data loaders and checkpoints."""
-_SHARDED = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
-_REPLICATED = frozenset(each for each in DistributedType if each.name not in _SHARDED)
+_SHARDED_TYPES = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
+_REPLICATED_TYPES = frozenset(each for each in DistributedType if each.name not in _SHARDED_TYPES)
+"""Types of distribution in which each process holds full weights, so that one process can write Accelerate's files."""
 
 
 def _drop_adjust_scheduler(plugin: Any) -> Any:
@@ -259,7 +260,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         self.has_lomo_optimizer = False
         self.delayed_fp8_autocast = False
         self.fp8_enabled = self.mixed_precision == "fp8"
-        for name, class_names in _HANDLERS.items():
+        for name, class_names in _HANDLER_CLASSES.items():
             matching = [each for each in handlers or () if type(each).__name__ in class_names]
             setattr(self, f"{name}_handler", matching[0] if matching else None)
         self.has_fp8_handler = getattr(self, "ao_recipe_handler", None) is not None
@@ -475,7 +476,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         They have none if models are sharded, if the run uses several machines, or if HEADWAY_ACCELERATE_FILES is 0.
         """
         setting = env.get_bool("HEADWAY_ACCELERATE_FILES")
-        is_replicated = self.distributed_type in _REPLICATED
+        is_replicated = self.distributed_type in _REPLICATED_TYPES
         is_one_machine = self.runtime.local_world_size == self.num_processes
         return self._writer if setting is not False and is_replicated and is_one_machine else None
 
@@ -559,7 +560,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
                 for loader in self._preparation.loaders:
                     loader.restart_loaded_epoch()
             return result
-        if self.distributed_type not in _REPLICATED:
+        if self.distributed_type not in _REPLICATED_TYPES:
             raise UnsupportedError(
                 f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"
             )

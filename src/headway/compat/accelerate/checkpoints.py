@@ -66,8 +66,8 @@ def is_accelerate_checkpoint(folder: Path) -> bool:
 def find_newest(parent: Path) -> Path | None:
     """Return the directory with the highest number in `parent` if it is a checkpoint of Accelerate, else None."""
     names = parent.iterdir() if parent.is_dir() else ()
-    found = [path for path in names if parse_number(path) is not None and not path.name.startswith(".")]
-    newest = max(found, key=lambda path: parse_number(path) or 0, default=None)
+    numbered = [path for path in names if parse_number(path) is not None and not path.name.startswith(".")]
+    newest = max(numbered, key=lambda path: parse_number(path) or 0, default=None)
     return newest if newest is not None and is_accelerate_checkpoint(newest) else None
 
 
@@ -96,30 +96,30 @@ class AccelerateWriter:
             weights: State dicts of the models. An earlier save hook may have removed those that it wrote itself.
             folder: Staging directory of the checkpoint.
         """
-        accelerator, place = self._accelerator, Path(folder)
+        accelerator, directory = self._accelerator, Path(folder)
         if accelerator.is_main_process:
-            self._write_weights(models, weights, place)
-            self._write_states(place)
-        torch.save(self._collect_rng_states(), place / f"random_states_{accelerator.process_index}.pkl")
+            self._write_weights(models, weights, directory)
+            self._write_states(directory)
+        torch.save(self._collect_rng_states(), directory / f"random_states_{accelerator.process_index}.pkl")
 
     def _write_weights(
-        self, models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]], place: Path
+        self, models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]], directory: Path
     ) -> None:
         name = "model.safetensors" if self.safe_serialization else "pytorch_model.bin"
         for index, state in enumerate(_restore_tied_names(models, weights)):
-            save_object(dict(state), place / get_file_name(name, index), self.safe_serialization)
+            save_object(dict(state), directory / get_file_name(name, index), self.safe_serialization)
 
-    def _write_states(self, place: Path) -> None:
+    def _write_states(self, directory: Path) -> None:
         """Write the states of optimizers, schedulers, the gradient scaler and custom objects, one file per object."""
         accelerator = self._accelerator
         groups = {"optimizer.bin": accelerator._optimizers, "scheduler.bin": accelerator._schedulers}
         for name, objects in groups.items():
             for index, each in enumerate(objects):
-                torch.save(each.state_dict(), place / get_file_name(name, index))
+                torch.save(each.state_dict(), directory / get_file_name(name, index))
         if accelerator.scaler is not None:
-            torch.save(accelerator.scaler.state_dict(), place / "scaler.pt")
+            torch.save(accelerator.scaler.state_dict(), directory / "scaler.pt")
         for index, each in enumerate(accelerator._custom_objects):
-            torch.save(each.state_dict(), place / f"custom_checkpoint_{index}.pkl")
+            torch.save(each.state_dict(), directory / f"custom_checkpoint_{index}.pkl")
 
     def _collect_rng_states(self) -> dict[str, Any]:
         """Return the RNG states of this rank by Accelerate's names, and as "step" the number of micro-batches of the open window."""
@@ -224,7 +224,7 @@ class AccelerateReader:
         except Exception as error:  # report any error to the other ranks, which would otherwise wait for this one
             failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             cause = error
-        failures = {text for text in self._accelerator.collectives.gather_objects(failure) if text is not None}
+        failures = {message for message in self._accelerator.collectives.gather_objects(failure) if message is not None}
         if failures:
             unrestored = rollback.run()
             warning = f"this state could not be restored, so end the run: {'; '.join(unrestored)}"
@@ -277,20 +277,23 @@ class AccelerateReader:
         scheduler_states = [
             self._read_pickle(get_file_name("scheduler.bin", index)) for index in range(len(schedulers))
         ]
-        others = [*zip(schedulers, scheduler_states), *zip(accelerator._custom_objects, self._read_custom_states())]
+        other_states = [
+            *zip(schedulers, scheduler_states),
+            *zip(accelerator._custom_objects, self._read_custom_states()),
+        ]
         if accelerator.scaler is not None:
-            others.append((accelerator.scaler, self._read_pickle("scaler.pt")))
+            other_states.append((accelerator.scaler, self._read_pickle("scaler.pt")))
         for index, (optimizer, state) in enumerate(zip(optimizers, optimizer_states)):
             rollback.add(f"optimizer {index}", make_optimizer_undo(optimizer.optimizer))
             optimizer.load_state_dict(state)
-        for each, state in others:
+        for each, state in other_states:
             rollback.add(type(each).__name__, partial(restore_object, each, copy_state(each.state_dict())))
             each.load_state_dict(state)
 
     def _read_weights(self, index: int, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         path = self._folder / get_file_name("model.safetensors", index)
-        found = load_file(path) if path.is_file() else self._read_pickle(get_file_name("pytorch_model.bin", index))
-        return _match_names(found, model)
+        saved = load_file(path) if path.is_file() else self._read_pickle(get_file_name("pytorch_model.bin", index))
+        return _match_names(saved, model)
 
     def _read_pickle(self, name: str) -> Any:
         """Return the contents of a pickle file of the checkpoint on the CPU, without executing code.
@@ -317,14 +320,14 @@ class AccelerateReader:
         Raises:
             CheckpointError: If the checkpoint has states of more or fewer objects than are registered.
         """
-        found = [path.name for path in self._folder.iterdir() if _CUSTOM_STATE_FILE.fullmatch(path.name)]
-        wanted = len(self._accelerator._custom_objects)
-        if len(found) != wanted:
+        saved = [path.name for path in self._folder.iterdir() if _CUSTOM_STATE_FILE.fullmatch(path.name)]
+        num_registered = len(self._accelerator._custom_objects)
+        if len(saved) != num_registered:
             raise CheckpointError(
-                f"{self._folder} contains the states of {len(found)} registered objects, but {wanted} are registered; register the "
-                "same objects as when it was saved"
+                f"{self._folder} contains the states of {len(saved)} registered objects, but {num_registered} are registered; "
+                "register the same objects as when it was saved"
             )
-        return [self._read_pickle(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
+        return [self._read_pickle(f"custom_checkpoint_{index}.pkl") for index in range(num_registered)]
 
     def _read_rng_states(self) -> "_SavedRNGStates | None":
         """Return this rank's saved RNG states, or None with a warning if the checkpoint has none for this rank.
@@ -381,12 +384,12 @@ def _match_names(state: Mapping[str, torch.Tensor], model: torch.nn.Module) -> M
 
     The prefixes that DDP and `torch.compile` add are removed, unless the model's own names contain them.
     """
-    own = {name: name for name in model.state_dict()}
+    own_state_names = {name: name for name in model.state_dict()}
     has_ddp_prefix = all(name.startswith("module.") for name in state)
-    has_own_prefix = any(name.startswith("module.") for name in own)
+    has_own_prefix = any(name.startswith("module.") for name in own_state_names)
     prefix = "module." if has_ddp_prefix and not has_own_prefix else ""
     # The model itself may be compiled: find its name by the name without torch.compile's components, too.
-    own_names = own | dict(rename_bare_items(own.items()))
+    own_names = own_state_names | dict(rename_bare_items(own_state_names.items()))
     renamed = {}
     for saved_name, value in state.items():
         name = saved_name.removeprefix(prefix)
@@ -405,28 +408,29 @@ def _find_misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], str
         state: Weights by name.
         strict: Whether missing and unknown names count as reasons.
     """
-    own = model.state_dict()
+    model_state = model.state_dict()
     # A tied tensor is not missing if the state dict contains it under another name.
-    present = {own[name].data_ptr() for name in state if name in own}
-    missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in present]
-    unknown = [name for name in state if name not in own]
+    present = {model_state[name].data_ptr() for name in state if name in model_state}
+    missing = [name for name, value in model_state.items() if name not in state and value.data_ptr() not in present]
+    unknown = [name for name in state if name not in model_state]
     lines = []
     if strict and (missing or unknown):
         lines.append(f"{type(model).__name__}: missing {missing[:3]}, unknown {unknown[:3]}")
     for name in state:
-        if name in own and not is_uninitialized(own[name]):  # a lazy module's tensor takes the shape of its value
-            problem = find_misfit(own[name], state[name])
-            if problem is not None:
-                lines.append(f"{name} {problem}")
+        if name not in model_state or is_uninitialized(model_state[name]):
+            continue  # an uninitialized tensor of a lazy module takes the shape of its value
+        problem = find_misfit(model_state[name], state[name])
+        if problem is not None:
+            lines.append(f"{name} {problem}")
     return lines
 
 
 def _copy_into_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Copy weights into a model, whose names and shapes have been checked."""
-    own = model.state_dict()
+    model_state = model.state_dict()
     # torch refuses to copy into a tensor that expand() created, because several of its elements share memory.
-    expanded = {name for name in state if name in own and 0 in own[name].stride()}
+    expanded = {name for name in state if name in model_state and 0 in model_state[name].stride()}
     model.load_state_dict({name: value for name, value in state.items() if name not in expanded}, strict=False)
     with torch.no_grad():
         for name in expanded:
-            copy_saved_values(own[name].detach(), state[name])
+            copy_saved_values(model_state[name].detach(), state[name])

@@ -121,20 +121,20 @@ class RNGType(StringEnum):
     GENERATOR = "generator"
 
 
-def find_distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = None) -> DistributedType:
+def find_distributed_type(runtime: ProcessRuntime, resolved_layout: ResolvedLayout | None = None) -> DistributedType:
     """Return the `DistributedType` of this process.
 
     Args:
         runtime: Runtime of this process.
-        chosen: Layout of the run. If it shards parameters over several ranks along dim 0, the result is FSDP or
+        resolved_layout: Layout of the run. If it shards parameters over several ranks along dim 0, the result is FSDP or
             DEEPSPEED. None: only the world size and the device determine the type.
     """
     if runtime.world_size == 1:
         return DistributedType.NO
-    if chosen is not None and chosen.layout.num_shards > 1:
-        return DistributedType.DEEPSPEED if chosen.is_deepspeed else DistributedType.FSDP
-    kind = runtime.hardware.kind
-    return getattr(DistributedType, f"MULTI_{kind.upper()}", DistributedType.MULTI_GPU)
+    if resolved_layout is not None and resolved_layout.layout.num_shards > 1:
+        return DistributedType.DEEPSPEED if resolved_layout.is_deepspeed else DistributedType.FSDP
+    device_type = runtime.hardware.kind
+    return getattr(DistributedType, f"MULTI_{device_type.upper()}", DistributedType.MULTI_GPU)
 
 
 class EnumWithContains(EnumMeta):

@@ -173,9 +173,11 @@ class FullyShardedDataParallelPlugin:
             self.reshard_after_forward = bool(settings.get("fsdp_reshard_after_forward", (True, ""))[0])
             self.cpu_offload = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
         else:
-            word = self.reshard_after_forward
+            reshard = self.reshard_after_forward
             self.sharding_strategy = _find_member(fsdp.ShardingStrategy, self.sharding_strategy or "FULL_SHARD")
-            self.reshard_after_forward = _find_member(fsdp.ShardingStrategy, word) if isinstance(word, str) else word
+            self.reshard_after_forward = (
+                _find_member(fsdp.ShardingStrategy, reshard) if isinstance(reshard, str) else reshard
+            )
             self.backward_prefetch = _find_member(fsdp.BackwardPrefetch, self.backward_prefetch)
             self.cpu_offload = fsdp.CPUOffload(offload_params=offloads)
         for name in (*_BOOLEAN_FIELDS, *(_FSDP1_ONLY_FIELDS if version == 1 else ())):
@@ -220,8 +222,10 @@ class FullyShardedDataParallelPlugin:
             ConfigError: If there is no such type.
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-        kind = _find_member(fsdp.StateDictType, state_dict_type or self.state_dict_type or default)
-        self.state_dict_type, (word, _, _) = kind, kind.name.title().partition("_")
+        state_dict_member = _find_member(fsdp.StateDictType, state_dict_type or self.state_dict_type or default)
+        self.state_dict_type = state_dict_member
+        # torch's config classes are FullStateDictConfig and ShardedStateDictConfig, for the member FULL_STATE_DICT ...
+        word = state_dict_member.name.title().partition("_")[0]
         options = {"offload_to_cpu": True, **({"rank0_only": True} if word == "Full" else {})}
         if self.state_dict_config is None and word != "Local":
             self.state_dict_config = getattr(configs, f"{word}StateDictConfig")(**options)
@@ -241,9 +245,9 @@ class FullyShardedDataParallelPlugin:
         """
         if override or self.mixed_precision_policy is None:
             dtype = _parse_dtype(mixed_precision)
-            of_buffers = {"buffer_dtype": torch.float32 if buffer_autocast else dtype}
-            more = of_buffers if self.fsdp_version == 1 else {"output_dtype": dtype}
-            self.mixed_precision_policy = self._precision_kind(param_dtype=dtype, reduce_dtype=dtype, **more)
+            buffer_dtypes = {"buffer_dtype": torch.float32 if buffer_autocast else dtype}
+            other_dtypes = buffer_dtypes if self.fsdp_version == 1 else {"output_dtype": dtype}
+            self.mixed_precision_policy = self._precision_kind(param_dtype=dtype, reduce_dtype=dtype, **other_dtypes)
 
 
 def _parse_dtype(dtype: Any) -> Any:
@@ -399,10 +403,10 @@ class ParallelismConfig:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}; give a number of processes, 1 or more")
             setattr(self, name, size)
-        for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-            if (given := getattr(self, name) or only) != only:
-                raise ConfigError(f"{name}={given!r}; allowed: {only!r}")
-            setattr(self, name, only)
+        for name, allowed in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if (backend := getattr(self, name) or allowed) != allowed:
+                raise ConfigError(f"{name}={backend!r}; allowed: {allowed!r}")
+            setattr(self, name, allowed)
         if self.cp_enabled and self.sp_enabled:
             raise ConfigError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both cut sequences; leave one of them at 1"
@@ -411,17 +415,19 @@ class ParallelismConfig:
         self._mesh: Any = None
 
     def _make_handlers(self) -> None:
-        kinds = {
+        handler_classes = {
             "tp": TorchTensorParallelConfig,
             "cp": TorchContextParallelConfig,
             "sp": DeepSpeedSequenceParallelConfig,
         }
-        for axis, kind in kinds.items():
-            given = getattr(self, f"{axis}_handler")
-            if given is not None and not isinstance(given, kind):
-                raise ConfigError(f"{axis}_handler is a {type(given).__name__}; give a headway.{kind.__name__}")
-            if given is None and self.sizes[axis] > 1:
-                setattr(self, f"{axis}_handler", kind())
+        for axis, handler_class in handler_classes.items():
+            handler = getattr(self, f"{axis}_handler")
+            if handler is not None and not isinstance(handler, handler_class):
+                raise ConfigError(
+                    f"{axis}_handler is a {type(handler).__name__}; give a headway.{handler_class.__name__}"
+                )
+            if handler is None and self.sizes[axis] > 1:
+                setattr(self, f"{axis}_handler", handler_class())
 
     @property
     def sizes(self) -> dict[str, int]:

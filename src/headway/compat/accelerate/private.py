@@ -47,14 +47,14 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
         ConfigError: If an option has no value.
     """
     parser = argparse.ArgumentParser(add_help=False)
-    for index, word in enumerate(nargs):
-        if word.startswith("-"):
+    for index, argument in enumerate(nargs):
+        if argument.startswith("-"):
             if index + 1 == len(nargs) or nargs[index + 1].startswith("-"):
                 raise ConfigError(
                     "SageMaker does not support argparse actions for `store_true` or `store_false`. Please define explicit "
-                    f"types: {word} has no value"
+                    f"types: {argument} has no value"
                 )
-            parser.add_argument(word, type=_convert_number)
+            parser.add_argument(argument, type=_convert_number)
     return {name: _TRUTHS.get(value, value) for name, value in vars(parser.parse_args(nargs)).items()}
 
 
@@ -77,10 +77,10 @@ def _filter_args(
         default_args: Command line from which the parser takes values that `args` lacks. Default: (), the parser's
             defaults.
     """
-    kept, _ = parser.parse_known_args(list(default_args))
-    for name in vars(kept).keys() & vars(args).keys():
-        setattr(kept, name, getattr(args, name))
-    return kept
+    filtered, _ = parser.parse_known_args(list(default_args))
+    for name in vars(filtered).keys() & vars(args).keys():
+        setattr(filtered, name, getattr(args, name))
+    return filtered
 
 
 def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:

@@ -121,10 +121,12 @@ class MegatronLMPlugin:
     sequence_parallelism = recompute_activations = use_distributed_optimizer = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        first = ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping", "sequence_parallelism")
-        if len(args) > len(first):
-            raise TypeError(f"MegatronLMPlugin takes {len(first)} arguments by position, {len(args)} were given")
-        self.__dict__.update(dict(zip(first, args)) | options)
+        positional_names = ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping", "sequence_parallelism")
+        if len(args) > len(positional_names):
+            raise TypeError(
+                f"MegatronLMPlugin takes {len(positional_names)} arguments by position, {len(args)} were given"
+            )
+        self.__dict__.update(dict(zip(positional_names, args)) | options)
 
     def __repr__(self) -> str:
         return f"MegatronLMPlugin({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

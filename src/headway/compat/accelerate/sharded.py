@@ -240,8 +240,8 @@ def _make_load_options(accelerator: Any) -> StateDictOptions:
 def _read_adapter_state(model: Any) -> dict[str, Any]:
     from peft import get_peft_model_state_dict
 
-    found: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-    return found
+    adapter_state: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    return adapter_state
 
 
 def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

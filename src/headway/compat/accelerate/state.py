@@ -129,12 +129,12 @@ class PartialState(RankAware):
 
     def __getattr__(self, name: str) -> Any:
         # Python also calls this for a property whose getter raises AttributeError, because the runtime has ended.
-        kind = type(self).__name__
+        class_name = type(self).__name__
         if name not in self._known_attrs:
-            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+            raise AttributeError(f"{class_name!r} object has no attribute {name!r}")
         raise AttributeError(
-            f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was called and an `Accelerator` or "
-            "`PartialState` was not reinitialized."
+            f"`{class_name}` object has no attribute `{name}`. This happens if `{class_name}._reset_state()` was called and an "
+            "`Accelerator` or `PartialState` was not reinitialized."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -33,10 +33,10 @@ def get_backend() -> tuple[str, int, Callable[..., int]]:
 
     Without an accelerator, the type is "cpu", the number is 1, and the function returns 0.
     """
-    kind = detect_hardware().kind
-    if kind == "cpu":
-        return kind, 1, lambda *_: 0
-    return kind, torch.accelerator.device_count(), torch.accelerator.memory_allocated
+    device_type = detect_hardware().kind
+    if device_type == "cpu":
+        return device_type, 1, lambda *_: 0
+    return device_type, torch.accelerator.device_count(), torch.accelerator.memory_allocated
 
 
 torch_device, device_count, memory_allocated_func = get_backend()
@@ -101,10 +101,13 @@ def _list_conditions() -> dict[str, tuple[bool, str]]:
 
     Each condition is a pair of (whether tests with the decorator run, description of the requirement).
     """
-    kinds = ("cuda", "xpu", "mps", "npu", "mlu", "sdaa", "musa", "neuron")
-    conditions = {kind: (torch_device == kind, kind.upper()) for kind in ("cpu", *kinds)}
+    device_types = ("cuda", "xpu", "mps", "npu", "mlu", "sdaa", "musa", "neuron")
+    conditions = {
+        device_type: (torch_device == device_type, device_type.upper()) for device_type in ("cpu", *device_types)
+    }
     conditions |= {
-        f"non_{kind}": (torch_device != kind, f"another device than {kind}") for kind in ("cpu", "xpu", "hpu")
+        f"non_{device_type}": (torch_device != device_type, f"another device than {device_type}")
+        for device_type in ("cpu", "xpu", "hpu")
     }
     conditions |= {
         "cuda_or_hpu": (torch_device in ("cuda", "hpu"), "CUDA or HPU"),

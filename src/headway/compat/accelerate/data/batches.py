@@ -498,8 +498,8 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     shape, dtype = collectives.broadcast_object(None if tensor is None else (tensor.shape, tensor.dtype), senders[0])
     if tensor is None:
         tensor = torch.empty(shape, dtype=dtype)
-    moved: torch.Tensor = collectives.broadcast(tensor.to(collectives.runtime.device), senders[0])
-    return moved
+    copy: torch.Tensor = collectives.broadcast(tensor.to(collectives.runtime.device), senders[0])
+    return copy
 
 
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:

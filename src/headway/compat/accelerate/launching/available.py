@@ -66,10 +66,10 @@ def _has_package(package: str, minimum: str | None = None, below: str | None = N
         below: Lowest version that is too new. None: no limit.
     """
     try:
-        found = find_spec(package)
+        spec = find_spec(package)
     except (ImportError, ValueError):
         return False
-    if found is None or found.origin is None:
+    if spec is None or spec.origin is None:
         return False
     if minimum is None and below is None:
         return True
@@ -86,7 +86,7 @@ _PACKAGES = """
 _PACKAGE_BY_NAME = {"lomo": "lomo_optim", "megatron_lm": "megatron", **{name: name for name in _PACKAGES.split()}}
 
 
-def _make_probe(name: str, package: str) -> Callable[[], bool]:
+def _make_package_check(name: str, package: str) -> Callable[[], bool]:
     def is_available() -> bool:
         return _has_package(package)
 
@@ -97,7 +97,10 @@ def _make_probe(name: str, package: str) -> Callable[[], bool]:
 
 # These functions of Accelerate differ only in the package that must be installed.
 globals().update(
-    {f"is_{name}_available": _make_probe(f"is_{name}_available", package) for name, package in _PACKAGE_BY_NAME.items()}
+    {
+        f"is_{name}_available": _make_package_check(f"is_{name}_available", package)
+        for name, package in _PACKAGE_BY_NAME.items()
+    }
 )
 
 
@@ -195,18 +198,18 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
-def _has_plugin_device(package: str, kind: str) -> bool:
+def _has_plugin_device(package: str, device_type: str) -> bool:
     """Whether this process can use a device that a separate package supports instead of torch itself.
 
     Args:
         package: Name of the package.
-        kind: Device type, such as "npu". The package adds a module with this name to torch.
+        device_type: Device type, such as "npu". The package adds a module with this name to torch.
     """
     if not _has_package(package):
         return False
     try:
         import_module(package)
-        return bool(getattr(torch, kind).is_available())
+        return bool(getattr(torch, device_type).is_available())
     except Exception:  # each package raises a different error if there is no driver
         return False
 

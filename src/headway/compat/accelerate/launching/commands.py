@@ -107,11 +107,11 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: Subparsers to add the command to. None: return a separate parser.
     """
-    about = "Rewrite a config file by the keys of FSDP version 2"
+    description = "Rewrite a config file by the keys of FSDP version 2"
     parser: argparse.ArgumentParser = (
-        argparse.ArgumentParser("accelerate to-fsdp2", description=about)
+        argparse.ArgumentParser("accelerate to-fsdp2", description=description)
         if subparsers is None
-        else subparsers.add_parser("to-fsdp2", description=about)
+        else subparsers.add_parser("to-fsdp2", description=description)
     )
     parser.add_argument("--config_file", required=True, help="the file to rewrite")
     parser.add_argument("--overwrite", action="store_true", help="write it over, or over the file of --output_file")
@@ -154,9 +154,9 @@ class LaunchParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Return a namespace whose attribute `line` lists all arguments, and an empty list of unknown arguments."""
-        found = namespace if namespace is not None else argparse.Namespace()
-        found.line = list(sys.argv[1:] if args is None else args)
-        return found, []
+        parsed = namespace if namespace is not None else argparse.Namespace()
+        parsed.line = list(sys.argv[1:] if args is None else args)
+        return parsed, []
 
 
 def launch_command_parser(subparsers: Any = None) -> LaunchParser:

@@ -222,8 +222,8 @@ def _translate_key(translation: Translation, key: str, value: Any, origin: str) 
         _translate_value(translation, key, value, origin)
     elif key in ("command_file", "commands") or key.startswith("tpu_"):
         _translate_unknown(translation, key, value, str(find_alternative("tpu")))
-    elif (text := find_alternative(key)) is not None:
-        _translate_unknown(translation, key, value, text)
+    elif (alternative := find_alternative(key)) is not None:
+        _translate_unknown(translation, key, value, alternative)
     else:
         hint = suggest_word(key, [*_UNCHANGED_KEYS, *_RENAMED_KEYS, *_UNSUPPORTED_SECTIONS, *LAYOUT_SECTIONS])
         raise ConfigError(f"{key} ({origin}) is not a key of Accelerate's config files{hint or '; take it out'}")
@@ -280,32 +280,34 @@ def _translate_layout(translation: Translation, section: str, value: Any, origin
                 translation.report_lost(path, layout.refused[path])
 
 
-def _translate_type(translation: Translation, kind: str, origin: str) -> None:
+def _translate_type(translation: Translation, distributed_type: str, origin: str) -> None:
     """Translate the key `distributed_type`: request a layout, or report that it needs no setting or has none.
 
     Args:
         translation: Translation to change.
-        kind: Value of the key, such as "MULTI_GPU".
+        distributed_type: Value of the key, such as "MULTI_GPU".
         origin: Location of the key, for error messages and as the origin of settings.
     """
-    if kind in ("FSDP", "DEEPSPEED"):
-        if kind == "FSDP":
+    if distributed_type in ("FSDP", "DEEPSPEED"):
+        if distributed_type == "FSDP":
             translation.layout.use_shards("distributed_type")
             consequence = "the model is sharded"
         else:
             translation.layout.use_deepspeed("distributed_type")
             consequence = "its engine runs the model"
-        translation.lines.append(("distributed_type", f"{kind}: {consequence}"))
+        translation.lines.append(("distributed_type", f"{distributed_type}: {consequence}"))
         return
-    reason = _NEEDLESS_TYPES.get(kind, _PER_DEVICE if kind.startswith("MULTI_") else None)
+    reason = _NEEDLESS_TYPES.get(distributed_type, _PER_DEVICE if distributed_type.startswith("MULTI_") else None)
     if reason is None:
         alternative = (
-            find_alternative(f"use_{kind.lower()}") or find_alternative(kind.lower()) or find_alternative("tpu")
+            find_alternative(f"use_{distributed_type.lower()}")
+            or find_alternative(distributed_type.lower())
+            or find_alternative("tpu")
         )
-        translation.report_lost("distributed_type", f"{kind}: {alternative}")
+        translation.report_lost("distributed_type", f"{distributed_type}: {alternative}")
         return
-    translation.report_needless("distributed_type", f"{kind}: {reason}")
-    if kind == "MULTI_CPU":
+    translation.report_needless("distributed_type", f"{distributed_type}: {reason}")
+    if distributed_type == "MULTI_CPU":
         translation.set_from_key("distributed_type", "cpu", True, origin)
 
 

@@ -94,9 +94,9 @@ def purge_accelerate_environment(func_or_cls: Callable[..., Any]) -> Callable[..
 
 
 def _decorate_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    made = _restore_variables()(function)
-    made.restores_variables = True  # type: ignore[attr-defined]
-    return made
+    decorated = _restore_variables()(function)
+    decorated.restores_variables = True  # type: ignore[attr-defined]
+    return decorated
 
 
 def _restore_after_tests(test_class: type) -> None:

@@ -22,7 +22,7 @@ from headway.offload.execution import find_device_stream
 from headway.offload.offload_folder import OffloadedWeightsLoader, PrefixedDataset
 from headway.offload.placement.homes import get_home
 
-Where = torch.device | str | int
+DeviceLike = torch.device | str | int
 TiedCopies = dict[int, dict[torch.device, torch.Tensor]]
 
 
@@ -31,17 +31,17 @@ class PlacedCopy:
     """Copy of a tensor that temporarily replaces it in its module.
 
     Attributes:
-        place: Location of the tensor in its module.
+        location: Location of the tensor in its module.
         name: Name of the tensor.
-        home: Original tensor, which the copy replaces.
+        original: Original tensor, which the copy replaces.
         copy: Copy that is in the module now.
         version: The copy's version counter (`Tensor._version`) when it was placed in the module. None for inference
             tensors, which have no counter.
     """
 
-    place: TensorLocation
+    location: TensorLocation
     name: str
-    home: torch.Tensor
+    original: torch.Tensor
     copy: torch.Tensor
     version: int | None = field(init=False)
 
@@ -49,10 +49,10 @@ class PlacedCopy:
         self.version = None if self.copy.is_inference() else self.copy._version
 
 
-def _get_device(device_name: Where) -> torch.device:
-    found = get_home(device_name) if isinstance(device_name, int) else torch.device(device_name)
-    assert isinstance(found, torch.device)
-    return torch.device("cpu") if found.type == "cpu" else found  # tensors never report "cpu:0"
+def _get_device(device_name: DeviceLike) -> torch.device:
+    device = get_home(device_name) if isinstance(device_name, int) else torch.device(device_name)
+    assert isinstance(device, torch.device)
+    return torch.device("cpu") if device.type == "cpu" else device  # tensors never report "cpu:0"
 
 
 def _find_own_locations(module: nn.Module, recurse: bool, has_buffers: bool) -> dict[str, TensorLocation]:
@@ -63,8 +63,10 @@ def _find_own_locations(module: nn.Module, recurse: bool, has_buffers: bool) -> 
         recurse: Whether to include the tensors of submodules.
         has_buffers: Whether to include buffers.
     """
-    found = map_locations(module) if recurse else {place.leaf: place for place in iterate_own_locations(module)}
-    return {name: place for name, place in found.items() if place.is_parameter or has_buffers}
+    locations = (
+        map_locations(module) if recurse else {location.leaf: location for location in iterate_own_locations(module)}
+    )
+    return {name: location for name, location in locations.items() if location.is_parameter or has_buffers}
 
 
 def _wrap_like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -72,19 +74,19 @@ def _wrap_like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
-def _copy_tensor(home: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _copy_tensor(original: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of a tensor on a device, which can replace the tensor in its module.
 
     The copy of a trainable tensor is part of the autograd graph, so that gradients reach the original tensor.
     """
-    if home.requires_grad and torch.is_grad_enabled():
-        return home.to(device, copy=True)
-    return _wrap_like(home, home.detach().to(device, copy=True))
+    if original.requires_grad and torch.is_grad_enabled():
+        return original.to(device, copy=True)
+    return _wrap_like(original, original.detach().to(device, copy=True))
 
 
 def _place_copies(
-    places: Mapping[str, TensorLocation],
-    homes: Mapping[str, torch.Tensor],
+    locations: Mapping[str, TensorLocation],
+    originals: Mapping[str, torch.Tensor],
     device: torch.device,
     tied: TiedCopies | None = None,
 ) -> list[PlacedCopy]:
@@ -93,48 +95,48 @@ def _place_copies(
     A tensor with several names is copied once.
 
     Args:
-        places: Locations of the tensors by name.
-        homes: Original tensors by name.
+        locations: Locations of the tensors by name.
+        originals: Original tensors by name.
         device: Device of the copies.
         tied: Existing copies of tied tensors, by data pointer and device. New copies are added. None: no such copies.
     """
     placed: list[PlacedCopy] = []
     copies: dict[int, torch.Tensor] = {}
-    for name, place in places.items():
-        home = homes[name]
+    for name, location in locations.items():
+        original = originals[name]
         copy: torch.Tensor | None = None
-        if home.device == device:
-            copy = home
-        elif id(home) in copies:
-            copy = copies[id(home)]
+        if original.device == device:
+            copy = original
+        elif id(original) in copies:
+            copy = copies[id(original)]
         elif tied is not None:
-            copy = tied.get(home.data_ptr(), {}).get(device)
+            copy = tied.get(original.data_ptr(), {}).get(device)
         if copy is None:
-            copy = _copy_tensor(home, device)
-        if home.device != device:
-            copies[id(home)] = copy
+            copy = _copy_tensor(original, device)
+        if original.device != device:
+            copies[id(original)] = copy
             if tied is not None:
-                tied.setdefault(home.data_ptr(), {})[device] = copy
-        if place.tensor is not copy:
-            placed.append(PlacedCopy(place, name, place.tensor, copy))
-    for use in placed:
-        use.place.put_tensor(use.copy)
+                tied.setdefault(original.data_ptr(), {})[device] = copy
+        if location.tensor is not copy:
+            placed.append(PlacedCopy(location, name, location.tensor, copy))
+    for placed_copy in placed:
+        placed_copy.location.put_tensor(placed_copy.copy)
     return placed
 
 
-def write_back(home: torch.Tensor, placed: PlacedCopy) -> None:
+def write_back(original: torch.Tensor, placed: PlacedCopy) -> None:
     """Write the values of a changed copy on the execution device back to the original tensor.
 
     Args:
-        home: Original tensor.
+        original: Original tensor.
         placed: Copy of the tensor. If it has not changed, nothing is copied.
     """
     is_changed = placed.version is not None and placed.copy._version != placed.version
     # Batch normalization updates its running statistics without incrementing torch's version counter.
-    is_changed = is_changed or (placed.place.module.training and not placed.place.is_parameter)
-    if is_changed and home is not placed.copy and not (placed.copy.is_meta or home.is_meta):
+    is_changed = is_changed or (placed.location.module.training and not placed.location.is_parameter)
+    if is_changed and original is not placed.copy and not (placed.copy.is_meta or original.is_meta):
         with torch.no_grad():
-            home.copy_(placed.copy)
+            original.copy_(placed.copy)
 
 
 class AlignDevicesHook(ModelHook):
@@ -157,7 +159,7 @@ class AlignDevicesHook(ModelHook):
 
     def __init__(
         self,
-        execution_device: Where | None = None,
+        execution_device: DeviceLike | None = None,
         offload: bool = False,
         io_same_device: bool = False,
         weights_map: Mapping[str, torch.Tensor] | None = None,
@@ -176,6 +178,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        # A stack with one list per forward in progress. A recursive call adds an empty list.
         self._placed_copies: list[list[PlacedCopy]] = []
 
     def __repr__(self) -> str:
@@ -195,17 +198,17 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the module's weights to the execution device, or offload them. Return the module."""
-        places = self.record_devices(module)
+        locations = self.record_devices(module)
         new_tensors: dict[int, torch.Tensor] = {}
-        for name, place in places.items():
-            old = place.tensor
-            is_offloaded = self.offload and (place.is_parameter or self.offload_buffers)
+        for name, location in locations.items():
+            old = location.tensor
+            is_offloaded = self.offload and (location.is_parameter or self.offload_buffers)
             if id(old) not in new_tensors:
                 new_tensors[id(old)] = (
                     self._offload_tensor(name, old) if is_offloaded else self._move_to_execution_device(old)
                 )
             if new_tensors[id(old)] is not old:
-                place.put_tensor(new_tensors[id(old)])
+                location.put_tensor(new_tensors[id(old)])
         return module
 
     def record_devices(self, module: nn.Module) -> dict[str, TensorLocation]:
@@ -213,9 +216,9 @@ class AlignDevicesHook(ModelHook):
 
         `detach_hook` moves the weights back to the recorded devices.
         """
-        places = _find_own_locations(module, self.place_submodules, True)
-        self.original_devices = {name: place.tensor.device for name, place in places.items()}
-        return places
+        locations = _find_own_locations(module, self.place_submodules, True)
+        self.original_devices = {name: location.tensor.device for name, location in locations.items()}
+        return locations
 
     def _move_to_execution_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.execution_device is None or tensor.device == _get_device(self.execution_device):
@@ -249,29 +252,29 @@ class AlignDevicesHook(ModelHook):
         Without an execution device, nothing is moved. Keyword arguments in `skip_keys` are not moved.
         """
         if self.io_same_device:
-            first = next(list_tensors((args, kwargs)), None)
-            self.input_device = None if first is None else first.device
+            first_tensor = next(list_tensors((args, kwargs)), None)
+            self.input_device = None if first_tensor is None else first_tensor.device
         if self.execution_device is None:
             self._placed_copies.append([])
             return args, kwargs
         device = _get_device(self.execution_device)
         placed: list[PlacedCopy] = []
         if self.offload and not any(self._placed_copies):  # in a recursive call, the copies are already in place
-            places = _find_own_locations(module, self.place_submodules, self.offload_buffers)
-            homes = {name: self._get_placed_value(name, place) for name, place in places.items()}
-            placed = _place_copies(places, homes, device, self.tied_params_map)
+            locations = _find_own_locations(module, self.place_submodules, self.offload_buffers)
+            originals = {name: self._get_placed_value(name, location) for name, location in locations.items()}
+            placed = _place_copies(locations, originals, device, self.tied_params_map)
         self._placed_copies.append(placed)
         skipped = {self.skip_keys} if isinstance(self.skip_keys, str) else set(self.skip_keys or ())
         unmoved = {name: value for name, value in kwargs.items() if name in skipped}
         inputs = {name: value for name, value in kwargs.items() if name not in skipped}
         return to_device(args, device), {**to_device(inputs, device), **unmoved}
 
-    def _get_placed_value(self, name: str, place: TensorLocation) -> torch.Tensor:
+    def _get_placed_value(self, name: str, location: TensorLocation) -> torch.Tensor:
         """Return the tensor whose copy runs in the forward: the module's own, or the one in `weights_map`."""
         if self._keeps_weights:
-            return place.tensor
+            return location.tensor
         assert self.weights_map is not None
-        return _wrap_like(place.tensor, self.weights_map[name])
+        return _wrap_like(location.tensor, self.weights_map[name])
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Replace the copies on the execution device by the original weights, and return the output.
@@ -279,11 +282,11 @@ class AlignDevicesHook(ModelHook):
         If `io_same_device` is set, the output is moved to the device of the first input.
         """
         for placed in self._placed_copies.pop() if self._placed_copies else []:
-            write_back(placed.home, placed)
-            if placed.place.tensor is not placed.home:
-                placed.place.put_tensor(placed.home)
+            write_back(placed.original, placed)
+            if placed.location.tensor is not placed.original:
+                placed.location.put_tensor(placed.original)
             if self.tied_params_map is not None:
-                self.tied_params_map.get(placed.home.data_ptr(), {}).pop(placed.copy.device, None)
+                self.tied_params_map.get(placed.original.data_ptr(), {}).pop(placed.copy.device, None)
         if self.io_same_device and self.input_device is not None and output is not None:
             return to_device(output, self.input_device)
         return output
@@ -295,13 +298,13 @@ class AlignDevicesHook(ModelHook):
         if it is given.
         """
         if self.offload:
-            for name, place in _find_own_locations(module, self.place_submodules, self.offload_buffers).items():
-                value = self._get_placed_value(name, place)
+            for name, location in _find_own_locations(module, self.place_submodules, self.offload_buffers).items():
+                value = self._get_placed_value(name, location)
                 device = self.original_devices.get(name, torch.device("meta"))
                 if device.type != "meta" and value.device != device:
                     value = _wrap_like(value, value.detach().to(device))
-                if value is not place.tensor:
-                    place.put_tensor(value)
+                if value is not location.tensor:
+                    location.put_tensor(value)
         return module
 
 
@@ -316,7 +319,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 
 @contextmanager
-def align_module_device(module: nn.Module, execution_device: Where | None = None) -> Iterator[None]:
+def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> Iterator[None]:
     """Return a context manager that moves a module's own parameters to a device, and back at its end.
 
     Changes to the parameters within the context are kept, even if the parameters are offloaded.
@@ -336,20 +339,20 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
     if execution_device is None:
         yield
         return
-    places = _find_own_locations(module, False, False)
-    homes = {
-        name: offload_hook._get_placed_value(name, place) if offload_hook is not None else place.tensor
-        for name, place in places.items()
+    locations = _find_own_locations(module, False, False)
+    originals = {
+        name: offload_hook._get_placed_value(name, location) if offload_hook is not None else location.tensor
+        for name, location in locations.items()
     }
     with torch.no_grad():  # the block reads and writes the copies, but does not train them
-        copies = _place_copies(places, homes, _get_device(execution_device))
+        copies = _place_copies(locations, originals, _get_device(execution_device))
     try:
         yield
     finally:
         for placed in copies:
-            write_back(homes[placed.name], placed)
-            if placed.place.tensor is not placed.home:
-                placed.place.put_tensor(placed.home)
+            write_back(originals[placed.name], placed)
+            if placed.location.tensor is not placed.original:
+                placed.location.put_tensor(placed.original)
 
 
 # -------------------------------------------------------------------- attaching hooks to trees of modules
@@ -359,35 +362,36 @@ Params = ParamSpec("Params")
 
 
 def _walk_modules(
-    module: nn.Module, whole: list[str] | None, prefix: str = ""
+    module: nn.Module, undivided_classes: list[str] | None, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield each module once, as a tuple of (name, module, whether its class is in `whole`).
+    """Yield each module once, as a tuple of (name, module, whether its class is in `undivided_classes`).
 
-    Submodules of a module whose class is in `whole` are left out.
+    Submodules of a module whose class is in `undivided_classes` are left out.
 
     Args:
         module: Root of the modules.
-        whole: Names of classes whose submodules are left out.
+        undivided_classes: Names of classes whose submodules are left out.
         prefix: Name of the root. Default: "".
     """
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     stack = [(prefix, module)]
     while stack:
         name, each = stack.pop()
-        if id(each) in seen:
+        if id(each) in seen_ids:
             continue
-        seen.add(id(each))
-        is_whole = type(each).__name__ in (whole or ())
-        yield name, each, is_whole
-        if is_whole:
-            seen.update(map(id, each.modules()))
+        seen_ids.add(id(each))
+        is_undivided = type(each).__name__ in (undivided_classes or ())
+        yield name, each, is_undivided
+        if is_undivided:
+            seen_ids.update(map(id, each.modules()))
         else:
             stack += [
-                (f"{name}.{child}" if name else child, part) for child, part in reversed(list(each.named_children()))
+                (f"{name}.{child}" if name else child, submodule)
+                for child, submodule in reversed(list(each.named_children()))
             ]
 
 
-Hooked = Iterator[tuple[nn.Module, AlignDevicesHook, bool]]
+HookIterator = Iterator[tuple[nn.Module, AlignDevicesHook, bool]]
 """Iterator over tuples of (module, hook, whether to keep an existing hook).
 
 Attach each hook before taking the next item, because the iteration checks which modules have hooks.
@@ -400,12 +404,12 @@ class HookAttacher(Protocol[Params]):
     Its attribute `hooks` is the generator function that yields the hooks without attaching them.
     """
 
-    hooks: Callable[Params, Hooked]
+    hooks: Callable[Params, HookIterator]
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> None: ...
 
 
-def make_attacher(hooks: Callable[Params, Hooked]) -> HookAttacher[Params]:
+def make_attacher(hooks: Callable[Params, HookIterator]) -> HookAttacher[Params]:
     """Convert a generator function that yields hooks to a function that attaches these hooks.
 
     Args:
@@ -414,8 +418,8 @@ def make_attacher(hooks: Callable[Params, Hooked]) -> HookAttacher[Params]:
 
     @wraps(hooks)
     def attach_all(*args: Params.args, **kwargs: Params.kwargs) -> None:
-        for module, hook, is_added in hooks(*args, **kwargs):
-            add_hook_to_module(module, hook, append=is_added)
+        for module, hook, keeps_existing in hooks(*args, **kwargs):
+            add_hook_to_module(module, hook, append=keeps_existing)
 
     attacher = cast(HookAttacher[Params], attach_all)
     attacher.hooks = hooks
@@ -429,7 +433,7 @@ def _has_tensors(module: nn.Module) -> bool:
 @make_attacher
 def attach_align_device_hook(
     module: nn.Module,
-    execution_device: Where | None = None,
+    execution_device: DeviceLike | None = None,
     offload: bool = False,
     weights_map: Mapping[str, torch.Tensor] | None = None,
     offload_buffers: bool = False,
@@ -437,7 +441,7 @@ def attach_align_device_hook(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
-) -> Hooked:
+) -> HookIterator:
     """Attach an AlignDevicesHook to the module and to every submodule that has its own parameters or buffers.
 
     Args:
@@ -448,15 +452,15 @@ def attach_align_device_hook(
         preload_module_classes: Names of module classes that use weights of their submodules without calling these
             submodules. With `offload`, all weights of such a module are moved together. None: no such classes.
     """
-    for name, each, is_whole in _walk_modules(module, preload_module_classes if offload else None, module_name):
-        if _has_tensors(each) or is_whole:
-            own = None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
+    for name, each, is_undivided in _walk_modules(module, preload_module_classes if offload else None, module_name):
+        if _has_tensors(each) or is_undivided:
+            own_weights = None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
             hook = AlignDevicesHook(
                 execution_device,
                 offload,
-                weights_map=own,
+                weights_map=own_weights,
                 offload_buffers=offload_buffers,
-                place_submodules=is_whole,
+                place_submodules=is_undivided,
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
@@ -466,11 +470,11 @@ def attach_align_device_hook(
 @make_attacher
 def attach_execution_device_hook(
     module: nn.Module,
-    execution_device: Where,
+    execution_device: DeviceLike,
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
-) -> Hooked:
+) -> HookIterator:
     """Attach hooks that move the inputs and weights of modules to a device.
 
     Modules that already have a hook get no other one. Modules that contain no tensors, directly or in submodules, get
@@ -491,19 +495,19 @@ def attach_execution_device_hook(
 def _find_modules_with_tensors(root: nn.Module) -> set[int]:
     """Return the IDs of the modules that contain tensors, directly or in submodules. The root can be one of them."""
     # Duplicates are kept, so that a module with several names also marks the parents of each of its names.
-    named = dict(root.named_modules(remove_duplicate=False))
-    found: set[int] = set()
-    for name, module in named.items():
+    modules = dict(root.named_modules(remove_duplicate=False))
+    module_ids: set[int] = set()
+    for name, module in modules.items():
         if _has_tensors(module):
             parts = name.split(".") if name else []
-            found.update(id(named[".".join(parts[:count])]) for count in range(len(parts) + 1))
-    return found
+            module_ids.update(id(modules[".".join(parts[:count])]) for count in range(len(parts) + 1))
+    return module_ids
 
 
 @make_attacher
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
-    execution_device: Where | Mapping[str, Where] | None = None,
+    execution_device: DeviceLike | Mapping[str, DeviceLike] | None = None,
     offload: bool | Mapping[str, bool] = False,
     weights_map: Mapping[str, torch.Tensor] | None = None,
     offload_buffers: bool = False,
@@ -511,7 +515,7 @@ def attach_align_device_hook_on_blocks(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
-) -> Hooked:
+) -> HookIterator:
     """Attach hooks to a model's blocks, so that each block runs on its own device.
 
     A block's weights are on that device, or are offloaded and moved there for each forward.
@@ -539,7 +543,7 @@ def attach_align_device_hook_on_blocks(
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
             yield module, hook, False
         return
-    devices: Mapping[str, Where | None]
+    devices: Mapping[str, DeviceLike | None]
     if isinstance(execution_device, Mapping):
         devices = execution_device
     else:

@@ -42,25 +42,25 @@ class LayerwiseCastingHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the module's weights with copies in the compute dtype, and return the arguments unchanged."""
         placed_copies = []
-        for name, place in map_locations(module).items():
-            home = place.tensor
-            if home.is_floating_point() and home.dtype != self.compute_dtype:
-                placed_copies.append(PlacedCopy(place, name, home, self._cast_tensor(home)))
-                place.put_tensor(placed_copies[-1].copy)
+        for name, location in map_locations(module).items():
+            original = location.tensor
+            if original.is_floating_point() and original.dtype != self.compute_dtype:
+                placed_copies.append(PlacedCopy(location, name, original, self._cast_tensor(original)))
+                location.put_tensor(placed_copies[-1].copy)
         self._placed_copies.append(placed_copies)
         return args, kwargs
 
-    def _cast_tensor(self, home: torch.Tensor) -> torch.Tensor:
-        copy = home.to(self.compute_dtype, non_blocking=self.non_blocking)
-        if not isinstance(home, nn.Parameter) or (home.requires_grad and torch.is_grad_enabled()):
+    def _cast_tensor(self, original: torch.Tensor) -> torch.Tensor:
+        copy = original.to(self.compute_dtype, non_blocking=self.non_blocking)
+        if not isinstance(original, nn.Parameter) or (original.requires_grad and torch.is_grad_enabled()):
             return copy
-        return nn.Parameter(copy.detach(), requires_grad=home.requires_grad)
+        return nn.Parameter(copy.detach(), requires_grad=original.requires_grad)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Restore the module's stored weights, and return the output unchanged."""
         for placed in self._placed_copies.pop() if self._placed_copies else []:
-            write_back(placed.home, placed)
-            placed.place.put_tensor(placed.home)
+            write_back(placed.original, placed)
+            placed.location.put_tensor(placed.original)
         return output
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from headway.compat.accelerate.modules.align import (
     AlignDevicesHook,
-    Hooked,
+    HookIterator,
     align_module_device,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -38,15 +38,15 @@ from headway.offload.placement.sizes import Dtype
 log = get_logger(__name__)
 
 _OFFLOAD_PLACES = ("cpu", "disk")
-Where = Device | torch.device
+DeviceLike = Device | torch.device
 Weights = Mapping[str, torch.Tensor]
 Index = Mapping[str, Mapping[str, object]]
 
 
 def dispatch_model(
     model: nn.Module,
-    device_map: Mapping[str, Where],
-    main_device: Where | None = None,
+    device_map: Mapping[str, DeviceLike],
+    main_device: DeviceLike | None = None,
     state_dict: Weights | None = None,
     offload_dir: str | Path | None = None,
     offload_index: Index | None = None,
@@ -86,7 +86,7 @@ def dispatch_model(
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | Path,
-    device_map: str | Mapping[str, Where] | None = None,
+    device_map: str | Mapping[str, DeviceLike] | None = None,
     max_memory: Mapping[Device, int | str] | None = None,
     no_split_module_classes: list[str] | None = None,
     offload_folder: str | Path | None = None,
@@ -132,7 +132,7 @@ def load_checkpoint_and_dispatch(
 
 def cpu_offload(
     model: nn.Module,
-    execution_device: Where | None = None,
+    execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     state_dict: Weights | None = None,
     preload_module_classes: list[str] | None = None,
@@ -157,7 +157,7 @@ def cpu_offload(
 def disk_offload(
     model: nn.Module,
     offload_dir: str | Path,
-    execution_device: Where | None = None,
+    execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
@@ -179,7 +179,7 @@ def disk_offload(
     return model
 
 
-def _choose_execution_device(model: nn.Module, requested: Where | None) -> Where | None:
+def _choose_execution_device(model: nn.Module, requested: DeviceLike | None) -> DeviceLike | None:
     if requested is not None:
         device = torch.device(requested)
         return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is the same device
@@ -200,11 +200,11 @@ def _read_existing_index(model: nn.Module, folder: str | Path) -> Index | None:
     if not (Path(folder) / INDEX).is_file():
         return None
     index = read_offload_index(folder)
-    empty = (name for name, place in map_locations(model).items() if place.tensor.is_meta)
-    return {name: index[name] for name in empty if name in index} or None
+    meta_names = (name for name, location in map_locations(model).items() if location.tensor.is_meta)
+    return {name: index[name] for name in meta_names if name in index} or None
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, Where]) -> None:
+def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceLike]) -> None:
     """Check a device map: warn about names that are not modules of the model, and refuse a map that is incomplete.
 
     Raises:
@@ -234,16 +234,16 @@ def _complete_map(model: nn.Module, device_map: Any) -> Any:
     module = sys.modules.get("accelerate.big_modeling")
     check_map = check_device_map if module is None else module.check_device_map
     check_map(model, device_map)
-    places, modules = map_locations(model), dict(model.named_modules())
-    added: dict[str, Where] = {
-        name: place.tensor.device if place.tensor.device.type != "meta" else torch.device("cpu")
-        for name, place in places.items()
+    locations, modules = map_locations(model), dict(model.named_modules())
+    added: dict[str, DeviceLike] = {
+        name: location.tensor.device if location.tensor.device.type != "meta" else torch.device("cpu")
+        for name, location in locations.items()
         if not _is_covered(name, device_map)
     }
-    return {name: device for name, device in device_map.items() if name in modules or name in places} | added
+    return {name: device for name, device in device_map.items() if name in modules or name in locations} | added
 
 
-def _is_covered(name: str, device_map: Mapping[str, Where]) -> bool:
+def _is_covered(name: str, device_map: Mapping[str, DeviceLike]) -> bool:
     return any(prefix in device_map for prefix in prefixes(name))
 
 
@@ -256,7 +256,7 @@ def _remove_dispatch_hooks(model: nn.Module) -> None:
 
 def _expose_mapped_hooks(
     model: nn.Module,
-    main_device: Where | None,
+    main_device: DeviceLike | None,
     has_stored_weights: bool,
     offload_buffers: bool,
     skip_keys: str | list[str] | None,
@@ -299,7 +299,7 @@ def _expose_mapped_hooks(
 
 
 def _expose_offload_hooks(
-    model: nn.Module, device: Where | None, offload_buffers: bool, preload: list[str] | None
+    model: nn.Module, device: DeviceLike | None, offload_buffers: bool, preload: list[str] | None
 ) -> None:
     """Set `_hf_hook` on the modules of a model whose weights are all offloaded to host memory or disk.
 
@@ -318,10 +318,10 @@ def _expose_offload_hooks(
     )
 
 
-def _expose_hooks(hooks: Hooked) -> None:
-    for module, hook, is_added in hooks:
+def _expose_hooks(hooks: HookIterator) -> None:
+    for module, hook, keeps_existing in hooks:
         hook.record_devices(module)
-        expose_hook(module, hook, append=is_added)
+        expose_hook(module, hook, append=keeps_existing)
 
 
 # -------------------------------------------------------------------- weights of dispatched models

@@ -153,9 +153,9 @@ def _compute_reserve(model: nn.Module, module_sizes: Counter[str], no_split_clas
         dict[str, int](),
     )
     for name, size in module_sizes.items():
-        kind = type(modules.get(name)).__name__
-        if name and kind in class_names:
-            size_by_class.setdefault(kind, size)
+        class_name = type(modules.get(name)).__name__
+        if name and class_name in class_names:
+            size_by_class.setdefault(class_name, size)
     tensors = set(get_module_leaves(module_sizes))
     leaves = get_module_leaves(name for name in module_sizes if name not in tensors)
     return max([int(sum(module_sizes[name] for name in leaves) / max(len(leaves), 1)), *size_by_class.values()])
@@ -312,12 +312,12 @@ class _GreedyPlacement:
 
     def _find_ties(self, name: str) -> list[str]:
         """Return the names of tensors outside a module that are tied to tensors inside the module."""
-        found = []
+        tied_names = []
         for group in self._tied:
             outside = [each for each in group if f"{name}." not in f"{each}."]
             if outside and len(outside) < len(group):
-                found += outside
-        return found
+                tied_names += outside
+        return tied_names
 
     def _assign_device(self, name: str, partners: list[str], size: int, device: Device) -> None:
         self._used_bytes[device] += size

@@ -79,7 +79,7 @@ class _HookRegistration:
 
     def __init__(self, module: nn.Module, hook: ModelHook) -> None:
         self.hook = hook
-        self._contexts: list[Any] = []
+        self._contexts: list[Any] = []  # a stack, because a module's forward can call the module again
         self._handles = [
             module.register_forward_pre_hook(self._run_pre_forward, with_kwargs=True),
             module.register_forward_hook(self._run_post_forward, with_kwargs=True, always_call=True),
@@ -194,8 +194,8 @@ class CpuOffload(ModelHook):
         execution_device: torch.device | str | int | None = None,
         prev_module_hook: "UserCpuOffloadHook | None" = None,
     ) -> None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        default = found if found is not None else torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        default = accelerator if accelerator is not None else torch.device("cpu")
         self.execution_device = torch.device(execution_device) if execution_device is not None else default
         self.prev_module_hook = prev_module_hook
 

@@ -46,10 +46,10 @@ def extract_model_from_parallel(
 
 def _is_wrapper(model: Any) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # no FSDP model can exist before this module is imported
-    kinds: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    wrapper_classes: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     if fsdp is not None:
-        kinds += (fsdp.FullyShardedDataParallel,)
-    return isinstance(model, kinds)
+        wrapper_classes += (fsdp.FullyShardedDataParallel,)
+    return isinstance(model, wrapper_classes)
 
 
 def is_peft_model(model: Any) -> bool:
@@ -189,9 +189,11 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         map_location: Device for tensors, as in torch.load.
         kwargs: Other arguments of torch.load. `weights_only=False` allows code in the file to be executed.
     """
-    kinds = [type(numpy.dtype(kind)) for kind in ("uint8", "uint32", "int32", "int64", "float32", "float64", "bool")]
+    dtype_classes = [
+        type(numpy.dtype(name)) for name in ("uint8", "uint32", "int32", "int64", "float32", "float64", "bool")
+    ]
     reconstruct: Any = numpy.empty(0).__reduce__()[0]
-    with torch.serialization.safe_globals([reconstruct, numpy.ndarray, numpy.dtype, *kinds]):
+    with torch.serialization.safe_globals([reconstruct, numpy.ndarray, numpy.dtype, *dtype_classes]):
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
@@ -229,11 +231,11 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
         recurse: Whether to include buffers of submodules. Default: False.
         fqns: Whether to return full names, such as "encoder.mask" instead of "mask". Default: False.
     """
-    own = set(module._non_persistent_buffers_set)
+    names = set(module._non_persistent_buffers_set)
     if recurse:
-        for path, part in module.named_modules():
-            own |= {f"{path}.{name}" if fqns else name for name in part._non_persistent_buffers_set}
-    return own
+        for path, submodule in module.named_modules():
+            names |= {f"{path}.{name}" if fqns else name for name in submodule._non_persistent_buffers_set}
+    return names
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
@@ -404,7 +406,7 @@ def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]
     for group in tied_params:
         locations = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]
         parameters = [getattr(module, name, None) for module, name in locations]
-        chosen = next((each for each in parameters if each is not None and not each.is_meta), None)
-        if chosen is not None:
+        shared = next((each for each in parameters if each is not None and not each.is_meta), None)
+        if shared is not None:
             for module, name in locations:
-                setattr(module, name, chosen)
+                setattr(module, name, shared)

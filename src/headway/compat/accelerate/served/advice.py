@@ -53,10 +53,10 @@ class ImportAdvisor(MetaPathFinder):
                 a name of Accelerate.
         """
         package, _, name = fullname.partition(".")
-        owner, _, last = name.rpartition(".")
-        if package != self.package or (owner and owner not in self._modules):
+        module, _, imported_name = name.rpartition(".")
+        if package != self.package or (module and module not in self._modules):
             return None
-        sentence = explain_name(last) or self.sentences.get(last)
+        sentence = explain_name(imported_name) or self.sentences.get(imported_name)
         if sentence is None:
             return None
         raise ImportNotServed(sentence, name=fullname)

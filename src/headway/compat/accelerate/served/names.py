@@ -10,7 +10,7 @@ from headway.compat.accelerate.served.tables import MODULES, RENAMED, SERVED
 from headway.core.config.values import suggest_word
 
 
-def find(name: str, public_names: Iterable[str] = ()) -> Any:
+def find_served_name(name: str, public_names: Iterable[str] = ()) -> Any:
     """Return Headway's object for a name of Accelerate.
 
     Args:

@@ -46,7 +46,7 @@ def _fill_sentences(sentences: dict[str, str]) -> dict[str, str]:
 
 def _read_places(table: str) -> dict[str, tuple[str, str]]:
     """Return a table as a dict from each name to its location, a pair of (module, name in that module)."""
-    return {name: (place.partition(":")[0], place.partition(":")[2]) for name, place in _TABLES[table].items()}
+    return {name: (location.partition(":")[0], location.partition(":")[2]) for name, location in _TABLES[table].items()}
 
 
 SERVED = _read_groups("served")
