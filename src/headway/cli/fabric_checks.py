@@ -178,7 +178,7 @@ def check_link(latency: float, bandwidth: float, locations: Sequence[RankLocatio
 def check_fabric(num_bad: int) -> bool:
     """Compare all ranks, measure the link between them, and print the findings. Every rank must call it.
 
-    Return True if neither these findings nor those of any machine are bad.
+    Only rank 0 prints. Return True if neither these findings nor those of any machine are bad.
 
     Args:
         num_bad: Number of bad findings from the checks of this rank's machine, which have already run.

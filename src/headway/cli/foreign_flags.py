@@ -41,6 +41,8 @@ def translate_foreign_flags(
 ) -> tuple[dict[str, Any], dict[str, SettingValue], tuple[str, ...]]:
     """Translate Accelerate's flags for layouts to Headway's settings.
 
+    The setting `strategy` is only among the results if `--strategy` was not given.
+
     Args:
         flag_values: Values from the command line by flag name; None if a flag was not given.
 

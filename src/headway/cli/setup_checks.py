@@ -162,7 +162,10 @@ _CHECKS: list[Callable[[Accelerator], str]] = [
 
 
 def check_setup() -> bool:
-    """Run all checks of `headway test` on all ranks and print the results. Return True if none failed on any rank."""
+    """Run all checks of `headway test` on all ranks and print the results. Return True if none failed on any rank.
+
+    A check fails by an AssertionError. Any other error ends the run. Every rank must call this function.
+    """
     started = time.monotonic()
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=0))
     accelerator.print(

@@ -276,6 +276,15 @@ def _choose_proofs(only: str | None, skip: str | None, *, has_layout: bool) -> l
 
 
 def _parse_proof_names(text: str | None, flag: str) -> list[str]:
+    """Return the proofs that a comma-separated text names. Dashes count as underscores.
+
+    Args:
+        text: Value of the flag. None: an empty list.
+        flag: Flag, for the error message.
+
+    Raises:
+        ConfigError: If a name is unknown.
+    """
     from headway.core.config.values import suggest_word
 
     words = [word.strip().replace("-", "_") for word in (text or "").split(",") if word.strip()]

@@ -221,6 +221,7 @@ class AcceleratorState(PartialState):
     Args:
         mixed_precision: Precision to report if there is no Accelerator yet. None: the launcher's setting, else "no".
         cpu: Whether to compute on the CPU even if an accelerator is available.
+        options: Other arguments of `PartialState`.
 
     Raises:
         ConfigError: If `mixed_precision` differs from the Accelerator's.

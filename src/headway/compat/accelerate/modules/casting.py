@@ -36,7 +36,7 @@ class LayerwiseCastingHook(ModelHook):
         self._placed_copies: list[list[PlacedCopy]] = []
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the module's weights to the storage dtype, and return the module."""
+        """Cast the module's floating-point parameters and buffers to the storage dtype, and return the module."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -108,6 +108,9 @@ def load_checkpoint_and_dispatch(
         device_map: Devices by names of modules or tensors. "auto", "balanced" and similar strategies create
             Accelerate's device maps. None: the weights are loaded, but modules are not placed.
         others: Parameters of `headway.load_checkpoint_and_dispatch` with the same names.
+
+    Raises:
+        DeviceMapError: If a given map has no device for some tensor of the model's state dict.
     """
     _remove_dispatch_hooks(model)
     if isinstance(device_map, str) and device_map in STRATEGIES:

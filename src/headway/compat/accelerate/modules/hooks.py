@@ -107,14 +107,14 @@ class _HookRegistration:
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attach a hook to a module and return the module.
 
-    The attribute `module._hf_hook` is set to the hook. If `append` is set and the module already has a hook, the
-    attribute is set to a `SequentialHook` of the existing hook and the new one.
+    The hook's `init_hook` prepares the module. The attribute `module._hf_hook` is set to the hook. If `append` is set
+    and the module already has a hook, the attribute is set to a `SequentialHook` of the existing hook and the new one.
 
     Args:
         module: Module to attach the hook to.
         hook: Hook to attach.
         append: Whether to keep an existing hook and run the new one after it. False (the default): replace the existing
-            hook.
+            hook, whose `detach_hook` restores the module first.
     """
     existing = getattr(module, "_hf_hook", None)
     combined = hook
@@ -158,7 +158,7 @@ def _detach_hook(module: nn.Module) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove the hook that add_hook_to_module() attached, and return the module.
+    """Remove the hook that add_hook_to_module() attached, let its `detach_hook` restore the module, and return the module.
 
     Args:
         module: Module to remove the hook from.

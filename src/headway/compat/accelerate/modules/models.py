@@ -23,7 +23,8 @@ def extract_model_from_parallel(
 ) -> Any:
     """Return the original module inside DDP, DataParallel or FSDP1 wrappers.
 
-    A model that Headway prepared has no such wrapper, and is returned unchanged.
+    A model that Headway prepared has no such wrapper, and is returned unchanged. If torch.compile's wrapper is kept, it
+    is returned after its original module has replaced the wrappers inside, in place.
 
     Args:
         model: Model, wrapped or not.
@@ -397,7 +398,8 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 def retie_parameters(model: torch.nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Retie parameters that became separate tensors when a model was loaded.
 
-    In each group, all parameters are replaced by the first one that is not on the meta device.
+    In each group, all parameters are replaced by the first one that is not on the meta device. A group without such a
+    parameter is not changed.
 
     Args:
         model: Model with the parameters.

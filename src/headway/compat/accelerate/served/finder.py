@@ -135,7 +135,8 @@ def install_finder() -> ModuleType:
 def install_as_accelerate() -> None:
     """Make `import accelerate` import Headway, in this process and in all processes that it starts.
 
-    Accelerate need not be installed. If it is, it is hidden. A second call has no effect. `headway launch --as
+    Put a directory with a small package `accelerate` first on `sys.path` and, through environment variables, on that of
+    later processes. Accelerate need not be installed. If it is, it is hidden. A second call has no effect. `headway launch --as
     accelerate` does the same without a change to the script.
 
     Raises:
