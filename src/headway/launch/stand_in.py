@@ -28,8 +28,7 @@ def make_variables(environment: Mapping[str, str]) -> dict[str, str]:
     folder = str(FOLDER)
     if os.pathsep in folder:
         raise ConfigError(
-            f"Headway is installed in {folder}, but PYTHONPATH cannot contain a path with {os.pathsep!r}; install it elsewhere, or "
-            "call headway.compat.install_as_accelerate() in the script"
+            f"Headway is installed in {folder}, but PYTHONPATH cannot contain a path with {os.pathsep!r}; install it elsewhere"
         )
     kept = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each and each != folder]
     return {"PYTHONPATH": os.pathsep.join([folder, *kept])}

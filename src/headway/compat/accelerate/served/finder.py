@@ -140,7 +140,8 @@ def install_as_accelerate() -> None:
     accelerate` does the same without a change to the script.
 
     Raises:
-        ConfigError: If the real Accelerate has already been imported, possibly by another library.
+        ConfigError: If the real Accelerate has already been imported, possibly by another library. Also if Headway is
+            installed in a folder that PYTHONPATH cannot contain.
     """
     loaded = sys.modules.get("accelerate")
     if loaded is not None and not isinstance(loaded, AccelerateModule):
@@ -149,8 +150,9 @@ def install_as_accelerate() -> None:
             f"{getattr(loaded, '__file__', 'an unknown place')}; call it before importing anything that uses Accelerate "
             "(transformers, peft, diffusers, ...), or start the script with `headway launch --as accelerate`"
         )
+    variables = make_variables(env.copy_variables())  # raises an error before anything is changed
     sys.path[:] = [str(FOLDER), *(each for each in sys.path if each != str(FOLDER))]
-    env.apply_changes(make_variables(env.copy_variables()))
+    env.apply_changes(variables)
 
 
 def replace_accelerate() -> None:

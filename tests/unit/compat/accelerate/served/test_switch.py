@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.compat import install_as_accelerate
+from headway.errors import ConfigError
 from headway.launch.stand_in import FOLDER, VERSION, make_variables
 
 INSTALL = "from headway.compat import install_as_accelerate; install_as_accelerate()\n"
@@ -140,6 +142,18 @@ def test_existing_pythonpath_is_kept(tmp_path):
     assert make_variables({"PYTHONPATH": f"/a{os.pathsep}{FOLDER}{os.pathsep}/b"})["PYTHONPATH"] == os.pathsep.join(
         [str(FOLDER), "/a", "/b"]
     )
+
+
+def test_folder_that_pythonpath_cannot_contain_is_refused_before_any_change(monkeypatch):
+    folder = Path(f"/a{os.pathsep}b")
+    monkeypatch.setattr("headway.launch.stand_in.FOLDER", folder)
+    monkeypatch.setattr("headway.compat.accelerate.served.finder.FOLDER", folder)
+    monkeypatch.delitem(sys.modules, "accelerate", raising=False)
+    before = list(sys.path)
+    with pytest.raises(ConfigError, match="install it elsewhere") as caught:
+        install_as_accelerate()
+    assert "install_as_accelerate" not in str(caught.value)  # the call that failed is no advice
+    assert sys.path == before
 
 
 def test_launcher_starts_scripts_as_accelerate(tmp_path):
