@@ -34,14 +34,14 @@ A local network completes several round trips in this time.
 
 
 @dataclass(frozen=True)
-class RankLocation:
+class RankFacts:
     """Properties of one rank that the doctor compares between ranks.
 
     Attributes:
         rank: Rank of the process.
         host: Host name.
         versions: Pairs of (name, version) for Headway, Python and torch.
-        sees_nonce: Whether this rank's working folder contains a file that rank 0 created in rank 0's working folder.
+        shares_working_folder: Whether this rank's working folder contains a file that rank 0 created in rank 0's working folder.
         clock: Time on this rank's machine after a barrier, in seconds since 1970.
         interface: Value of GLOO_SOCKET_IFNAME, or "" if it is not set.
     """
@@ -49,55 +49,60 @@ class RankLocation:
     rank: int
     host: str
     versions: tuple[tuple[str, str], ...]
-    sees_nonce: bool
+    shares_working_folder: bool
     clock: float
     interface: str
 
 
-def gather_locations(accelerator: Accelerator) -> list[RankLocation]:
-    """Return the `RankLocation` of every rank, for example its host name, its versions and its clock.
+def gather_rank_facts(accelerator: Accelerator) -> list[RankFacts]:
+    """Return the `RankFacts` of every rank, for example its host name, its versions and its clock.
 
     Every rank must call it.
     """
     collectives = accelerator.collectives
-    nonce = collectives.broadcast_object(f".headway-doctor-{secrets.token_hex(8)}")
+    marker_file = collectives.broadcast_object(f".headway-doctor-{secrets.token_hex(8)}")
     if accelerator.is_main_process:
-        Path(nonce).touch()
+        Path(marker_file).touch()
     collectives.barrier()
-    sees_nonce = Path(nonce).exists()
+    shares_working_folder = Path(marker_file).exists()
     versions = {"headway": __version__, "Python": platform.python_version(), "torch": torch.__version__}
     collectives.barrier()
     clock = time.time()  # all ranks have just left the barrier
     interface = env.get("GLOO_SOCKET_IFNAME") or ""
-    location = RankLocation(
-        accelerator.process_index, socket.gethostname(), tuple(versions.items()), sees_nonce, clock, interface
+    facts = RankFacts(
+        accelerator.process_index,
+        socket.gethostname(),
+        tuple(versions.items()),
+        shares_working_folder,
+        clock,
+        interface,
     )
-    locations = collectives.gather_objects(location)
+    facts_by_rank = collectives.gather_objects(facts)
     if accelerator.is_main_process:
-        Path(nonce).unlink()
-    return locations
+        Path(marker_file).unlink()
+    return facts_by_rank
 
 
-def compare_locations(locations: Sequence[RankLocation]) -> Iterator[Finding]:
+def compare_rank_facts(facts_by_rank: Sequence[RankFacts]) -> Iterator[Finding]:
     """Compare the versions, working folders and clocks of all ranks, and yield the findings.
 
     Clocks are compared only if there are several hosts.
     """
-    reference = locations[0]
-    hosts = list(dict.fromkeys(location.host for location in locations))
+    reference = facts_by_rank[0]
+    hosts = list(dict.fromkeys(facts.host for facts in facts_by_rank))
     yield Finding(
         "ok",
-        f"{len(locations)} processes on {len(hosts)} host{'s' if len(hosts) > 1 else ''} have met: {', '.join(hosts)}",
+        f"{len(facts_by_rank)} processes on {len(hosts)} host{'s' if len(hosts) > 1 else ''} have met: {', '.join(hosts)}",
     )
-    different = [location for location in locations if location.versions != reference.versions]
+    different = [facts for facts in facts_by_rank if facts.versions != reference.versions]
     if different:
-        versions = "; ".join(f"{location.host}: {_format_versions(location)}" for location in (reference, different[0]))
+        versions = "; ".join(f"{facts.host}: {_format_versions(facts)}" for facts in (reference, different[0]))
         yield Finding(
             "bad",
             f"machines run different versions: {versions}",
             "install the same on all: results and hangs depend on it",
         )
-    hosts_without_folder = list(dict.fromkeys(location.host for location in locations if not location.sees_nonce))
+    hosts_without_folder = list(dict.fromkeys(facts.host for facts in facts_by_rank if not facts.shares_working_folder))
     if hosts_without_folder:
         yield Finding(
             "note",
@@ -107,16 +112,16 @@ def compare_locations(locations: Sequence[RankLocation]) -> Iterator[Finding]:
     elif len(hosts) > 1:
         yield Finding("ok", f"all machines see one working folder, {Path.cwd()}")
     if len(hosts) > 1:
-        yield _compare_clocks(locations)
+        yield _compare_clocks(facts_by_rank)
 
 
-def _format_versions(location: RankLocation) -> str:
-    return ", ".join(f"{name} {version}" for name, version in location.versions)
+def _format_versions(facts: RankFacts) -> str:
+    return ", ".join(f"{name} {version}" for name, version in facts.versions)
 
 
-def _compare_clocks(locations: Sequence[RankLocation]) -> Finding:
-    earliest = min(locations, key=lambda location: location.clock)
-    latest = max(locations, key=lambda location: location.clock)
+def _compare_clocks(facts_by_rank: Sequence[RankFacts]) -> Finding:
+    earliest = min(facts_by_rank, key=lambda facts: facts.clock)
+    latest = max(facts_by_rank, key=lambda facts: facts.clock)
     difference = latest.clock - earliest.clock
     if difference < _MAX_CLOCK_DIFFERENCE:
         return Finding("ok", f"clocks are at most {difference:.2f} s apart (read right after a barrier)")
@@ -146,16 +151,16 @@ def measure_link(accelerator: Accelerator) -> tuple[float, float]:
     return latency, _LARGE_LENGTH * 4 / seconds / 1e6
 
 
-def check_link(latency: float, bandwidth: float, locations: Sequence[RankLocation]) -> Iterator[Finding]:
+def check_link(latency: float, bandwidth: float, facts_by_rank: Sequence[RankFacts]) -> Iterator[Finding]:
     """Yield findings about the measured link, with likely causes if it is slow.
 
     Args:
         latency: Duration of a one-element all-reduce in milliseconds.
         bandwidth: Bandwidth of a large all-reduce in MB/s.
-        locations: Location of every rank.
+        facts_by_rank: Facts about every rank, in rank order.
     """
-    has_several_hosts = len({location.host for location in locations}) > 1
-    interface_note = f" over {locations[0].interface}" if locations[0].interface else ""
+    has_several_hosts = len({facts.host for facts in facts_by_rank}) > 1
+    interface_note = f" over {facts_by_rank[0].interface}" if facts_by_rank[0].interface else ""
     if has_several_hosts:
         hint = "another interface may be nearer (name it in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME), or the hosts are far apart"
     else:
@@ -184,10 +189,10 @@ def check_fabric(num_bad: int) -> bool:
         num_bad: Number of bad findings from the checks of this rank's machine, which have already run.
     """
     accelerator = Accelerator()
-    locations = gather_locations(accelerator)
-    findings = list(compare_locations(locations))
+    facts_by_rank = gather_rank_facts(accelerator)
+    findings = list(compare_rank_facts(facts_by_rank))
     if accelerator.num_processes > 1:
-        findings += check_link(*measure_link(accelerator), locations)
+        findings += check_link(*measure_link(accelerator), facts_by_rank)
     for finding in findings:
         accelerator.print(finding.format_text())
     before = max(accelerator.collectives.gather_objects(num_bad))

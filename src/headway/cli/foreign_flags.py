@@ -15,23 +15,26 @@ from headway.core.config.mesh import ENGINES
 from headway.core.config.parallelism import LayoutRequest
 from headway.errors import ConfigError
 
-_SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
+_SWITCH_FLAGS = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
+"""Names of Accelerate's flags without a value."""
 
 _PLUGIN_ONLY_KEYS = (
     "limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy".split()  # noqa: SIM905
 )
+"""Names of FSDP options that exist only as fields of the plugin, not as flags."""
 
 VALUE_FLAGS = (
     *(f"fsdp_{key}" for key in layout_words.FSDP_KEYS if key not in _PLUGIN_ONLY_KEYS),
     *(f"parallelism_config_{key}" for key in layout_words.SIZE_KEYS),
     *layout_words.DEEPSPEED_KEYS,
 )
+"""Names of Accelerate's flags with a value. Some of them are also settings of Headway."""
 
 
 def make_foreign_options() -> list[click.Parameter]:
     """Return hidden command-line options for Accelerate's layout flags whose names are not settings of Headway."""
     return [
-        *(GroupedOption([f"--{name}"], is_flag=True, default=None, hidden=True) for name in _SWITCHES),
+        *(GroupedOption([f"--{name}"], is_flag=True, default=None, hidden=True) for name in _SWITCH_FLAGS),
         *(GroupedOption([f"--{name}"], hidden=True) for name in VALUE_FLAGS if name not in SETTINGS),
     ]
 
@@ -52,7 +55,9 @@ def translate_foreign_flags(
     Raises:
         ConfigError: If a flag is not supported, a value is invalid, or two flags contradict each other.
     """
-    accelerate_flags = {name: value for name, value in flag_values.items() if name in _SWITCHES or name in VALUE_FLAGS}
+    accelerate_flags = {
+        name: value for name, value in flag_values.items() if name in _SWITCH_FLAGS or name in VALUE_FLAGS
+    }
     own_flags = {name: value for name, value in flag_values.items() if name not in accelerate_flags}
     request = LayoutRequest()
     for name, value in accelerate_flags.items():

@@ -105,7 +105,7 @@ def start_script(
     cluster = clusters.detect_cluster(environment)
     flag_values, accelerate_settings, notes = translate_foreign_flags(flag_values)
     cluster_settings = cluster.layer if cluster is not None else {}
-    with _translate_own_file(config_file, flag_values.get("run_as") is not None, environment) as config_path:
+    with _translate_accelerate_file(config_file, flag_values.get("run_as") is not None, environment) as config_path:
         resolved = merge_settings(flag_values, config_path, force, environment, cluster_settings, accelerate_settings)
     program = Program(script, script_args, _choose_program_kind(resolved))
     run.check_program(program)
@@ -131,7 +131,7 @@ def start_script(
 
 
 @contextmanager
-def _translate_own_file(
+def _translate_accelerate_file(
     config_file: str | None, runs_as_accelerate: bool, environment: dict[str, str]
 ) -> Iterator[str | None]:
     """Yield the path of the config file to use, or None if the user gave no path.

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from headway.cli.fabric_checks import RankLocation, check_link, compare_locations
+from headway.cli.fabric_checks import RankFacts, check_link, compare_rank_facts
 
-HERE = RankLocation(0, "a", (("torch", "2.13"),), True, 100.0, "eth0")
+HERE = RankFacts(0, "a", (("torch", "2.13"),), True, 100.0, "eth0")
 
 
 def get_levels(findings):
@@ -13,12 +13,12 @@ def get_levels(findings):
 
 
 def test_machines_that_agree_have_no_problems():
-    assert set(get_levels(compare_locations([HERE, replace(HERE, rank=1, host="b", clock=100.2)])).values()) == {"ok"}
+    assert set(get_levels(compare_rank_facts([HERE, replace(HERE, rank=1, host="b", clock=100.2)])).values()) == {"ok"}
 
 
 def test_different_versions_are_bad_and_different_folders_and_clocks_are_noted():
-    other = RankLocation(1, "b", (("torch", "2.11"),), False, 107.0, "eth0")
-    found = get_levels(compare_locations([HERE, other]))
+    other = RankFacts(1, "b", (("torch", "2.11"),), False, 107.0, "eth0")
+    found = get_levels(compare_rank_facts([HERE, other]))
     assert found["machines run different versions: a: torch 2.13; b: torch 2.11"] == "bad"
     assert found["the clocks of a and b are 7.0 s apart"] == "note"
     assert any("is not shared with b" in what and level == "note" for what, level in found.items())

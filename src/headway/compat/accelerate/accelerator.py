@@ -595,14 +595,14 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         checkpoint_folder = self._checkpoints.checkpoint_folder
         return LiveProjectConfiguration(
             replace(checkpoint_folder.project, iteration=checkpoint_folder.iteration),
-            lambda fields: self._use_project(ProjectConfiguration(**fields)),
+            lambda fields: self._set_project(ProjectConfiguration(**fields)),
         )
 
     @project_configuration.setter
     def project_configuration(self, value: ProjectConfiguration) -> None:
-        self._use_project(value)
+        self._set_project(value)
 
-    def _use_project(self, project: ProjectConfiguration) -> None:
+    def _set_project(self, project: ProjectConfiguration) -> None:
         checkpoint_folder = self._checkpoints.checkpoint_folder
         checkpoint_folder.project, checkpoint_folder.iteration = project.freeze_copy(), project.iteration
 

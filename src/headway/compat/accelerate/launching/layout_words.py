@@ -13,11 +13,11 @@ from headway.core.config.launch import CP_EXCHANGES, DEEPSPEED_SETTINGS, WRAP_PO
 from headway.core.config.parallelism import LayoutRequest
 from headway.errors import ConfigError
 
-SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """FSDP1's sharding strategies, in the order of torch's enumeration `ShardingStrategy`, whose values start at 1."""
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-_AXES = {"dp_replicate_size": "replicate", "dp_shard_size": "shard", "cp_size": "cp", "tp_size": "tp"}
+_AXIS_BY_SIZE_KEY = {"dp_replicate_size": "replicate", "dp_shard_size": "shard", "cp_size": "cp", "tp_size": "tp"}
 
 _ALIASES = {"cpu_offload": "offload_params", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
 """Mapping from plugin field names to the names of the same options in launch flags, where the two differ."""
@@ -87,8 +87,8 @@ def read_fsdp(request: LayoutRequest, name: str, value: Any, key: str | None = N
         request.ignore_key(key, _IGNORED[name])
     elif name in _REFUSED:
         request.refuse_key(key, _REFUSED[name])
-    elif name in _READERS:
-        _READERS[name](request, value, key)
+    elif name in _FSDP_READERS:
+        _FSDP_READERS[name](request, value, key)
     else:
         raise ConfigError(f"{key} is not an FSDP option; remove it")
 
@@ -100,7 +100,7 @@ def _read_version(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_sharding(request: LayoutRequest, value: Any, key: str) -> None:
-    word = _find_word(value, SHARDING, key, first_number=1)
+    word = _find_word(value, SHARDING_STRATEGIES, key, first_number=1)
     layout = "ddp" if word == "NO_SHARD" else "hsdp" if word.startswith("HYBRID") else "fsdp"
     request.use_shards(key, layout)
     request.lines.append((key, f"strategy: {layout!r}"))
@@ -215,7 +215,7 @@ def _read_precision(request: LayoutRequest, value: Any, key: str) -> None:
             request.lines.append((key, f"{name}: {dtype}"))
 
 
-_READERS: Mapping[str, Callable[[LayoutRequest, Any, str], None]] = {
+_FSDP_READERS: Mapping[str, Callable[[LayoutRequest, Any, str], None]] = {
     "version": _read_version,
     "sharding_strategy": _read_sharding,
     "reshard_after_forward": _read_reshard,
@@ -229,7 +229,7 @@ _READERS: Mapping[str, Callable[[LayoutRequest, Any, str], None]] = {
     "backward_prefetch": _read_prefetch,
     "mixed_precision_policy": _read_precision,
 }
-FSDP_KEYS = (*_READERS, *_IGNORED, *_REFUSED)
+FSDP_KEYS = (*_FSDP_READERS, *_IGNORED, *_REFUSED)
 """Names of all FSDP options that are recognized, without "fsdp_", including those that are ignored or refused."""
 
 
@@ -237,7 +237,7 @@ FSDP_KEYS = (*_READERS, *_IGNORED, *_REFUSED)
 
 
 SIZE_KEYS = (
-    *(*_AXES, "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend", "sp_seq_length"),
+    *(*_AXIS_BY_SIZE_KEY, "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend", "sp_seq_length"),
     *("sp_seq_length_is_variable", "sp_attn_implementation"),
 )
 """Keys of the config file section `parallelism_config`, without the prefix "parallelism_config_"."""
@@ -271,8 +271,8 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
             "DeepSpeed's sequence parallelism (Ulysses) is not supported; if activations are too large, checkpoint them "
             "(--activation_checkpointing), or use tensor parallelism's own (docs/tensor_parallel.md)",
         )
-    elif name in _AXES:
-        request.set_size(_AXES[name], _parse_number(value, key, 1), key)
+    elif name in _AXIS_BY_SIZE_KEY:
+        request.set_size(_AXIS_BY_SIZE_KEY[name], _parse_number(value, key, 1), key)
     else:
         raise ConfigError(f"{key} is not a key of parallelism_config; remove it")
 

@@ -38,6 +38,7 @@ from headway.offload.placement.sizes import Dtype
 log = get_logger(__name__)
 
 _OFFLOAD_PLACES = ("cpu", "disk")
+"""Values in a device map for modules whose weights are offloaded if the model runs on an accelerator."""
 DeviceLike = Device | torch.device
 Weights = Mapping[str, torch.Tensor]
 Index = Mapping[str, Mapping[str, object]]
