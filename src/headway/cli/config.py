@@ -68,8 +68,8 @@ class ConfigQuestion:
         text: Text of the question.
         default: Suggested answer.
         choices: Allowed answers. Empty if any text is allowed.
-        layout_format: Format string for a layout, such as "hsdp={}", with {} for the answer. If empty, the answer is the
-            value of the setting.
+        layout_format: Format string for a layout, such as "hsdp={}", with {} for the answer. If empty, the answer is
+            the value of the setting.
         num_processes: Number of processes that the layout in `layout_format` must fit. None: any number.
     """
 
@@ -265,7 +265,7 @@ def _update_config(config_file: str | None) -> None:
 
 
 def _show_settings(config_file: str | None, as_json: bool) -> None:
-    """Print every setting of a config file with its value and origin. Environment variables take precedence over the file."""
+    """Print every setting of config files with its value and origin. Environment variables override the file."""
     environment = env.copy_variables()
     resolved = merge_layers(
         [read_environment_layer(environment), read_file_layer(config_file, environment, explain_file_key)]

@@ -68,7 +68,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 def _run_estimate(
     folder: Path | None, arguments: tuple[str, ...], script: bool, calibrate: bool, **options: Any
 ) -> None:
-    """Check the options before torch is imported, then print the calibration, the forecast or the estimate of the model."""
+    """Check the options before torch is imported, then print the estimate, the forecast or the calibration."""
     typed_options = {
         name: value for name, value in options.items() if value not in (None, False) and name != "inference"
     }

@@ -41,7 +41,8 @@ class RankFacts:
         rank: Rank of the process.
         host: Host name.
         versions: Pairs of (name, version) for Headway, Python and torch.
-        shares_working_folder: Whether this rank's working folder contains a file that rank 0 created in rank 0's working folder.
+        shares_working_folder: Whether this rank's working folder contains a file that rank 0 created in rank 0's
+            working folder.
         clock: Time on this rank's machine after a barrier, in seconds since 1970.
         interface: Value of GLOO_SOCKET_IFNAME, or "" if it is not set.
     """

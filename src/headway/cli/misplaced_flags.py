@@ -28,8 +28,8 @@ def format_misplaced_flags_warning(ctx: click.Context, typed_args: Sequence[str]
     """Return a warning if the user typed flags of the launcher after the script's name, else "".
 
     There is no warning about a flag that the launcher received too, or whose value the launcher does not accept. With
-    `--no_python`, short flags are ignored. Arguments after `--`, and all arguments if `--` precedes the script, are assumed to be
-    meant for the script.
+    `--no_python`, short flags are ignored. Arguments after `--`, and all arguments if `--` precedes the script, are
+    assumed to be meant for the script.
 
     Args:
         ctx: Parsed command line of `headway launch`.

@@ -75,11 +75,12 @@ def make_option(
 
     Args:
         name: Flag, such as "--tensors".
-        metavar: Placeholder of the value in the help; None for a switch without a value. If it contains "|" and `value_type`
-            is a tuple, the help shows the allowed words instead.
+        metavar: Placeholder of the value in the help; None for a switch without a value. If it contains "|" and
+            `value_type` is a tuple, the help shows the allowed words instead.
         group: Heading.
         text: Help text.
-        value_type: click type of the value, or a tuple with the allowed words. None: click's default type, which is text.
+        value_type: click type of the value, or a tuple with the allowed words. None: click's default type, which is
+            text.
         attributes: Other arguments of click.Option.
     """
     if metavar is None:

@@ -56,7 +56,7 @@ _REFUSED_SETTINGS = {
 
 
 def _run_verify(**flag_values: Any) -> NoReturn:
-    """Check the options, then become the main process of verify. With `--json`, an invalid option is also reported as JSON."""
+    """Check the options, then become the main process of verify. With `--json`, errors are also printed as JSON."""
     try:
         options = make_options(**flag_values)
     except HeadwayError as error:

@@ -56,7 +56,7 @@ log = get_logger(__name__)
 _UNSET: Any = object()
 _ACCELERATE_PREFIX = "ACCELERATE_"
 """Prefix of the environment variables with which Accelerate's launcher passes settings to its workers."""
-PREEMPTION = "HEADWAY_PREEMPTION"
+_PREEMPTION_VARIABLE = "HEADWAY_PREEMPTION"
 """Name of the environment variable that makes the run save a checkpoint at a preemption signal or deadline.
 
 Set it for scripts that only call `load_state` to resume.
@@ -233,7 +233,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             step_scheduler_with_optimizer=step_scheduler_with_optimizer, dynamo_backend=dynamo_backend, dynamo_plugin=dynamo_plugin,
             kwargs_handlers=check_handlers(kwargs_handlers),
             # A checkpoint saved at preemption would be the newest, but lack files that the script adds to its own ones.
-            preemption=None if env.get_bool(PREEMPTION) else False,
+            preemption=None if env.get_bool(_PREEMPTION_VARIABLE) else False,
         )  # fmt: skip
         self._set_compatible_attributes(rng_types, log_with, kwargs_handlers)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer

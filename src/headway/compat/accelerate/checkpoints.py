@@ -122,7 +122,7 @@ class AccelerateWriter:
             torch.save(each.state_dict(), directory / f"custom_checkpoint_{index}.pkl")
 
     def _collect_rng_states(self) -> dict[str, Any]:
-        """Return the RNG states of this rank by Accelerate's names, and as "step" the number of micro-batches of the open window."""
+        """Return this rank's RNG states by Accelerate's names, and the micro-batches since the last update as "step"."""
         states: dict[str, Any] = {
             "step": self._accelerator._num_micro_batches_in_window,
             "random_state": random.getstate(),

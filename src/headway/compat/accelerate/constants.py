@@ -126,8 +126,8 @@ def find_distributed_type(runtime: ProcessRuntime, resolved_layout: ResolvedLayo
 
     Args:
         runtime: Runtime of this process.
-        resolved_layout: Layout of the run. If it shards parameters over several ranks along dim 0, the result is FSDP or
-            DEEPSPEED. None: only the world size and the device determine the type.
+        resolved_layout: Layout of the run. If it shards parameters over several ranks along dim 0, the result is FSDP
+            or DEEPSPEED. None: only the world size and the device determine the type.
     """
     if runtime.world_size == 1:
         return DistributedType.NO

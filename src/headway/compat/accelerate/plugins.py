@@ -102,6 +102,7 @@ class FullyShardedDataParallelPlugin:
             raise ConfigError(
                 f"reshard_after_forward={reshard!r} is a value of FSDP1; with fsdp_version=2 give True or False"
             )
+        # Values to request from a layout. limit_all_gathers counts only if it differs from its default True.
         self._set_values = {
             name: value
             for name, value in self._collect_values().items()
@@ -152,8 +153,8 @@ class FullyShardedDataParallelPlugin:
             request: Layout request to change.
         """
         request.use_shards(name)
-        for each, value in self._set_values.items():
-            read_fsdp(request, each.removeprefix("fsdp_"), value, f"{name}.{each}")
+        for field_name, value in self._set_values.items():
+            read_fsdp(request, field_name.removeprefix("fsdp_"), value, f"{name}.{field_name}")
         return request
 
     def _convert_fields(self, version: int) -> None:
@@ -185,10 +186,11 @@ class FullyShardedDataParallelPlugin:
             setattr(self, name, env.parse_bool(value, name) if isinstance(value, str) else bool(value))
         self._read_policies()
         self.set_state_dict_type()
+        # A field that later differs from these values has been assigned by the script.
         self._converted_values = self._collect_values()
 
     def _read_policies(self) -> None:
-        """Convert the wrapping policy and the mixed-precision policy to torch's objects. The words have already been checked."""
+        """Convert the wrapping and the mixed-precision policy to torch's objects. Their names are already checked."""
         if isinstance(self.auto_wrap_policy, str):
             policies = {
                 "TRANSFORMER_BASED_WRAP": wrap.transformer_auto_wrap_policy,

@@ -2,8 +2,8 @@
 
 Arguments of collective operations (gather, reduce, broadcast and others) are checked before any data is moved. Under
 `import accelerate`, `gather_for_metrics` also accepts values that do not have one entry per sample, such as one value
-per batch (see `gather_and_truncate`). TRL needs this to count tokens. `headway.Accelerator.gather_for_metrics` refuses such
-values.
+per batch (see `gather_and_truncate`). TRL needs this to count tokens. `headway.Accelerator.gather_for_metrics` refuses
+such values.
 """
 
 import warnings

@@ -268,8 +268,8 @@ def prepare_data_loader(
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
     shard = ShardIndex(state.process_index if process_index is None else process_index, count)
-    is_run = count == state.num_processes and shard.index == state.process_index
-    if dispatch_batches and count > 1 and not is_run:
+    is_own_shard = count == state.num_processes and shard.index == state.process_index
+    if dispatch_batches and count > 1 and not is_own_shard:
         raise ConfigError(
             f"prepare_data_loader(dispatch_batches=True, num_processes={count}) on {state.num_processes} processes; leave "
             "num_processes and process_index out, or dispatch_batches"
@@ -305,14 +305,14 @@ def _prepare_for_shard(
         rng_types: Names of random number generators to synchronize. None: only the generators of samplers.
     """
     state = PartialState()
-    is_run = shard == ShardIndex(state.process_index, state.num_processes)
+    is_own_shard = shard == ShardIndex(state.process_index, state.num_processes)
     windows = None if AcceleratorFacts.latest is None else AcceleratorFacts.latest.accumulation
     return prepare_loader(
         dataloader,
         shard=shard,
         config=config,
         device=device,
-        collectives=Collectives(state.runtime) if is_run else None,
+        collectives=Collectives(state.runtime) if is_own_shard else None,
         events=LoaderEvents() if windows is None else LoaderEvents(active_loaders=windows.active),
         seed=torch.initial_seed() if config.data_seed is None else config.data_seed,
         rng_types=("generator",) if rng_types is None else [str(each) for each in rng_types],

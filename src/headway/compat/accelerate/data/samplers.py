@@ -95,7 +95,7 @@ class BatchSamplerShard(BatchSampler):
         return self._iterate_parts() if self.split_batches else self._iterate_batches()
 
     def _iterate_parts(self) -> Iterator[list[Any]]:
-        """Yield this process's contiguous part of each batch. With `even_batches`, fill the last one from the first batch."""
+        """Yield this process's part of each batch. With `even_batches`, fill the last batch from the first."""
         size = self.batch_size // self.num_processes
         part = slice(size * self.process_index, size * (self.process_index + 1))
         first_batch: list[Any] | None = None
@@ -114,7 +114,7 @@ class BatchSamplerShard(BatchSampler):
         return self.batch_size is None or len(batch) == self.batch_size
 
     def _iterate_batches(self) -> Iterator[list[Any]]:
-        """Yield every n-th batch for n processes. With `even_batches`, all processes get the same number of full batches."""
+        """Yield every n-th batch for n processes. With `even_batches`, all processes get equally many full batches."""
         first_batches: list[list[Any]] = []
         own_batch: list[Any] | None = None  # this process's batch in the current round of one batch per process
         batch: list[Any] = []

@@ -53,7 +53,8 @@ class ClusterConfig(LoadedConfig):
     Keys that are not given have Accelerate's defaults, if it has any. Members of enumerations become their values.
 
     Args:
-        leading_values: Values of compute_environment, distributed_type, mixed_precision, use_cpu and debug, in this order.
+        leading_values: Values of compute_environment, distributed_type, mixed_precision, use_cpu and debug, in this
+            order.
         values: Values of other keys, as keyword arguments.
     """
 

@@ -340,7 +340,7 @@ def _translate_value(translation: Translation, key: str, value: Any, origin: str
 
 
 def _translate_unknown(translation: Translation, key: str, value: Any, reason: str) -> None:
-    """Report a key without a setting. Unless its value is empty or changes nothing, it counts as lost for this reason."""
+    """Report a key without a setting: as lost for this reason, unless its value is empty or changes nothing."""
     # Accelerate writes `main_training_function: main` into every file.
     if value in _EMPTY_VALUES or (key, value) == ("main_training_function", "main") or key == "same_network":
         translation.report_needless(key, "off" if value in _EMPTY_VALUES else "it changes nothing here")

@@ -379,8 +379,8 @@ def _find_word(value: Any, allowed: tuple[str, ...], key: str, first_number: int
         value: Word in upper or lower case, a member of one of torch's enumerations, or a number.
         allowed: Allowed words in upper case.
         key: Name of the option in messages.
-        first_number: Number of the first allowed word, from which the words are counted. 0 (the default): numbers are not
-            accepted.
+        first_number: Number of the first allowed word, from which the words are counted. 0 (the default): numbers are
+            not accepted.
 
     Raises:
         ConfigError: If the value is none of the allowed words.

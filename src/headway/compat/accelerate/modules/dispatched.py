@@ -273,7 +273,8 @@ def _expose_mapped_hooks(
 
     Args:
         model: Dispatched model, with its device map in `hf_device_map`.
-        main_device: Device of the model's inputs and outputs, and of modules that are offloaded. None: the device map's.
+        main_device: Device of the model's inputs and outputs, and of modules that are offloaded. None: the device
+            map's.
         has_stored_weights: Whether the weights on disk have values, from a state dict or an offload folder.
         offload_buffers, skip_keys, preload, force_hooks: As in `dispatch_model`.
     """

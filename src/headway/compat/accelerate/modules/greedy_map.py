@@ -123,10 +123,10 @@ def get_balanced_memory(
         if max_memory is None and indices:
             budgets[indices[0]] = int(0.9 * budgets[indices[0]])
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
-    share = int(
-        module_sizes[""] // (len(accelerators) - low_zero)
-        + int(1.25 * _compute_reserve(model, module_sizes, no_split_module_classes))
-    )
+    num_sharing = len(accelerators) - 1 if low_zero else len(accelerators)
+    # Accelerate's margin, so that the last layer of a device fits although layers differ in size.
+    margin = int(1.25 * _compute_reserve(model, module_sizes, no_split_module_classes))
+    share = int(module_sizes[""] // num_sharing + margin)
     for device in indices[:-1]:
         if not (low_zero and device == 0):
             budgets[device] = min(share, budgets[device])
@@ -139,19 +139,17 @@ def get_balanced_memory(
 def _compute_reserve(model: nn.Module, module_sizes: Counter[str], no_split_classes: Iterable[str] | str | None) -> int:
     """Return the number of bytes to reserve on a device for one more layer.
 
-    It is the size of the largest module whose class is in `no_split_classes`, or the mean size of modules without children if that
-    is larger. Only the first module of each class is measured.
+    It is the size of the largest module whose class is in `no_split_classes`, or the mean size of modules without
+    children if that is larger. Only the first module of each class is measured.
 
     Args:
         model: Model whose layers are placed.
         module_sizes: Sizes of modules and tensors in bytes, by name.
         no_split_classes: Class names of modules that must not be split over several devices.
     """
-    modules, class_names, size_by_class = (
-        dict(model.named_modules()),
-        collect_class_names(no_split_classes),
-        dict[str, int](),
-    )
+    modules = dict(model.named_modules())
+    class_names = collect_class_names(no_split_classes)
+    size_by_class: dict[str, int] = {}
     for name, size in module_sizes.items():
         class_name = type(modules.get(name)).__name__
         if name and class_name in class_names:
@@ -381,7 +379,7 @@ class _GreedyPlacement:
         return True
 
     def _find_first_fitting(self, limit: float) -> str | None:
-        """Return the name of the first module or tensor in the queue, or inside its modules, of at most `limit` bytes."""
+        """Return the first name in the queue, or inside its modules, whose size is at most `limit` bytes."""
         search = list(self._queue)
         while search:
             name, module = search.pop(0)

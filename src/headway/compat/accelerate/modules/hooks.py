@@ -158,7 +158,7 @@ def _detach_hook(module: nn.Module) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove the hook that add_hook_to_module() attached, let its `detach_hook` restore the module, and return the module.
+    """Remove a module's hook, let the hook's `detach_hook` restore the module, and return the module.
 
     Args:
         module: Module to remove the hook from.

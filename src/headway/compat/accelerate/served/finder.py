@@ -1,8 +1,9 @@
 """Import finder that replaces the package `accelerate` with modules that take their attributes from Headway.
 
 `headway launch --as accelerate` and `install_as_accelerate` put a directory at the front of `sys.path`. It contains a
-small package `accelerate`, which calls `replace_accelerate`, and the metadata of a distribution `accelerate` for version checks.
-This package takes precedence over the real one, which need not be installed. `import headway` alone has no such effect.
+small package `accelerate`, which calls `replace_accelerate`, and the metadata of a distribution `accelerate` for
+version checks. This package takes precedence over the real one, which need not be installed. `import headway` alone has
+no such effect.
 
 The finder is the first one in `sys.meta_path`. It creates modules without files. This module does not import torch.
 """
@@ -136,8 +137,8 @@ def install_as_accelerate() -> None:
     """Make `import accelerate` import Headway, in this process and in all processes that it starts.
 
     Put a directory with a small package `accelerate` first on `sys.path` and, through environment variables, on that of
-    later processes. Accelerate need not be installed. If it is, it is hidden. A second call has no effect. `headway launch --as
-    accelerate` does the same without a change to the script.
+    processes that this one starts. Accelerate need not be installed. If it is, it is hidden. A second call has no
+    effect. `headway launch --as accelerate` does the same without a change to the script.
 
     Raises:
         ConfigError: If the real Accelerate has already been imported, possibly by another library. Also if Headway is
