@@ -31,7 +31,7 @@ def test_folder_without_init_is_not_a_package(tmp_path, monkeypatch):
     """Trackers create folders with their own names beside the script, such as `wandb/`."""
     (tmp_path / "tracker_of_nobody").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    probe = available._make_probe("is_tracker_available", "tracker_of_nobody")
+    probe = available._make_package_check("is_tracker_available", "tracker_of_nobody")
     assert not probe()
     (tmp_path / "tracker_of_nobody" / "__init__.py").write_text("")
     assert probe()
@@ -56,7 +56,7 @@ def test_package_version_is_in_a_range():
 
 
 def test_fp8_capability(monkeypatch):
-    monkeypatch.setattr(available, "_ask_driver", lambda field: ["8.9"])
+    monkeypatch.setattr(available, "_query_nvidia_smi", lambda field: ["8.9"])
     assert available.check_cuda_fp8_capability() is True
-    monkeypatch.setattr(available, "_ask_driver", lambda field: ["8.6", "9.0"])
+    monkeypatch.setattr(available, "_query_nvidia_smi", lambda field: ["8.6", "9.0"])
     assert available.check_cuda_fp8_capability() is False
