@@ -63,8 +63,8 @@ def test_answers_are_checked():
      ("fsdp+cp", None, "fsdp+cp=2"),
      ("fsdp+tp", " 4", "fsdp+tp=4")],
 )  # fmt: skip
-def test_answers_give_the_strategy(spread, group, strategy):
-    given = {"layout": LAYOUT_DESCRIPTIONS[spread], "num_machines": "2"} | ({"group": group} if group else {})
+def test_answers_give_the_strategy(layout, group, strategy):
+    given = {"layout": LAYOUT_DESCRIPTIONS[layout], "num_machines": "2"} | ({"group": group} if group else {})
     ask, asked = make_answers(**given)
     assert ask_questions(ask, "cuda", 4, ("0", "1", "2", "3")).strategy == strategy
     assert ("group" in asked) is ("=" in strategy)

@@ -151,7 +151,9 @@ def test_port_device_type_and_gpu_info(monkeypatch):
     assert 1024 <= find_as_accelerate("get_free_port")() < 65536
     assert available.get_current_device_type() == theirs.environment.get_current_device_type()
     monkeypatch.setattr(
-        available, "_query_nvidia_smi", lambda field: {"name": ["GeForce RTX 4090"] * 2, "driver_version": ["535.1.2"]}[field]
+        available,
+        "_query_nvidia_smi",
+        lambda field: {"name": ["GeForce RTX 4090"] * 2, "driver_version": ["535.1.2"]}[field],
     )
     assert available.get_gpu_info() == (["GeForce RTX 4090"] * 2, 2)
     assert available.check_cuda_p2p_ib_support() is False
