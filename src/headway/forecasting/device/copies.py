@@ -31,7 +31,8 @@ _COPIED_AFTER = (
 _CONVOLUTIONS = {"aten::convolution": 0, "aten::convolution_backward": 1}
 """Index of the `input` argument of each convolution operation.
 
-The weight, the bias or its size, the strides and the paddings follow it.
+The weight, the bias or its size, the strides, paddings and dilations, whether the convolution is transposed, the output
+paddings and the number of groups follow it.
 """
 
 
@@ -89,8 +90,11 @@ def is_slow_convolution(name: str, args: tuple[Any, ...]) -> bool:
         name: Name of the operation. For operations other than convolutions, the result is False.
         args: Arguments of the operation.
     """
-    given = args[_CONVOLUTIONS[name] :] if name in _CONVOLUTIONS else ()
-    return bool(given) and given[0].dtype is torch.bfloat16 and given[8] == 1
+    if name not in _CONVOLUTIONS:
+        return False
+    input_index = _CONVOLUTIONS[name]
+    inputs, groups = args[input_index], args[input_index + 8]
+    return inputs.dtype is torch.bfloat16 and bool(groups == 1)
 
 
 def _make_slow_rules(name: str) -> tuple[Sizes, Sizes]:
@@ -102,20 +106,28 @@ def _make_slow_rules(name: str) -> tuple[Sizes, Sizes]:
     Args:
         name: Name of the convolution operation.
     """
-    first = _CONVOLUTIONS[name]
+    input_index = _CONVOLUTIONS[name]
+    is_forward = input_index == 0
 
     def list_column_sizes(args: tuple[Any, ...]) -> list[int]:
-        inputs, weight, _, strides, paddings, dilations, is_transposed = args[first : first + 7]
-        widths, places = weight.shape[2:], inputs.shape[2:]
-        if not is_slow_convolution(name, args) or (not first and prod((*widths, *strides)) == 1 and not any(paddings)):
+        inputs, weight, _, strides, paddings, dilations, is_transposed = args[input_index : input_index + 7]
+        kernel_sizes, column_sizes = weight.shape[2:], inputs.shape[2:]
+        # The forward of a pointwise convolution is a matrix product of the inputs themselves.
+        is_pointwise = prod((*kernel_sizes, *strides)) == 1 and not any(paddings)
+        if not is_slow_convolution(name, args) or (is_forward and is_pointwise):
             return []
         if not is_transposed:
-            each = zip(places, widths, strides, paddings, dilations)
-            places = [(size + 2 * pad - apart * (wide - 1) - 1) // step + 1 for size, wide, step, pad, apart in each]
-        return [weight.numel() // len(weight) * prod(places) * 2]
+            # The columns of a plain convolution belong to the positions of its outputs.
+            column_sizes = [
+                (size + 2 * padding - dilation * (kernel_size - 1) - 1) // stride + 1
+                for size, kernel_size, stride, padding, dilation in zip(
+                    column_sizes, kernel_sizes, strides, paddings, dilations
+                )
+            ]
+        return [weight.numel() // len(weight) * prod(column_sizes) * 2]  # 2 bytes per element in bfloat16
 
     return (
-        lambda args: _make_copy_rule(*range(first + 1))(args) if is_slow_convolution(name, args) else [],
+        lambda args: _make_copy_rule(*range(input_index + 1))(args) if is_slow_convolution(name, args) else [],
         list_column_sizes,
     )
 
@@ -154,9 +166,10 @@ class _RMSNorm(torch.autograd.Function):
         """
         inputs, weight, _ = ctx.saved_tensors
         rows = inputs.contiguous()
-        found = torch.empty_like(rows), torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None
-        gradients[0].contiguous()
-        return found
+        input_grad = torch.empty_like(rows)
+        weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        gradients[0].contiguous()  # allocates the copy, if the gradient is not contiguous
+        return input_grad, weight_grad, None  # `dims` has no gradient
 
 
 def apply_rms_norm(

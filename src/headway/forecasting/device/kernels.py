@@ -59,9 +59,9 @@ On CUDA, autocast casts inputs only for the operations that these operations cal
 """
 
 
-_WITH_BFLOAT16 = (8, 0)
+_BFLOAT16_CAPABILITY = (8, 0)
 """First compute capability for which cuDNN has convolutions in bfloat16."""
-_SORTED_BY_BLOCK = 4096
+_MAX_BLOCK_SORT = 4096
 """Longest row that a single CUDA block can sort."""
 _SORTED_FROM = 3072
 """Largest number of indices that an embedding's backward on CUDA processes without sorting them."""
@@ -147,8 +147,9 @@ def _size_sorting(args: tuple[Any, ...]) -> list[int]:
         args: Arguments of the sort.
     """
     values, size = args[0], args[0].numel() * 8
-    length = values.shape[args[1] if len(args) > 1 and type(args[1]) is int else -1] if values.dim() else 1
-    if not size or length <= _SORTED_BY_BLOCK:
+    dim = args[1] if len(args) > 1 and type(args[1]) is int else -1
+    length = values.shape[dim] if values.dim() else 1
+    if not size or length <= _MAX_BLOCK_SORT:
         return []
     rows = [size, values.nbytes] if length * 8 < size else []
     return [size, *rows, values.nbytes + size, *([] if values.is_contiguous() else [2 * values.nbytes + size])]
@@ -296,7 +297,7 @@ def _size_ctc_backward(args: tuple[Any, ...]) -> list[int]:
     return [args[6].nbytes, args[1].nbytes]
 
 
-_EVERYWHERE: dict[str, Sizes] = {
+_SCRATCH_ON_ALL: dict[str, Sizes] = {
     **{f"aten::{name}": _size_mask_indices for name in ("index", "index_put", "index_put_", "_index_put_impl_")},
     "aten::_ctc_loss_backward": _size_ctc_backward,
     **{f"aten::{name}": _size_unreduced_loss for name in ("mse_loss", "smooth_l1_loss", "huber_loss")},
@@ -310,7 +311,7 @@ _EVERYWHERE: dict[str, Sizes] = {
 }
 """Rules for the scratch memory that operations allocate before their results on every device, by operation."""
 
-_OF_CPU: dict[str, Sizes] = {
+_SCRATCH_ON_CPU: dict[str, Sizes] = {
     "aten::convolution": _size_convolution_on_cpu,
     "aten::convolution_backward": _size_convolution_backward_on_cpu,
     "c10d::_allgather_base_": lambda args: [args[0].nbytes],  # gloo receives into a flat buffer
@@ -321,7 +322,7 @@ _OF_CPU: dict[str, Sizes] = {
 }
 """Rules for the scratch memory that operations allocate before their results on a CPU, by operation."""
 
-_OF_CUDA: dict[str, Sizes] = {
+_SCRATCH_ON_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_efficient_attention_backward": attention.size_grouped_gradients,
     "aten::embedding_dense_backward": _size_embedding_backward,
     "aten::_embedding_bag_backward": lambda args: _size_embedding_backward(args) if args[8] < 2 and not args[9] else [],
@@ -373,10 +374,10 @@ def list_scratch_rules(device: Device) -> tuple[dict[str, Sizes], dict[str, Size
     The first is for memory that is allocated before the results, the second for memory that is allocated after them.
     """
     if not device.is_cuda:
-        return _EVERYWHERE | _OF_CPU, {}
-    before, after = (copies.SLOW_BEFORE, copies.SLOW_AFTER) if device.capability < _WITH_BFLOAT16 else ({}, {})
+        return _SCRATCH_ON_ALL | _SCRATCH_ON_CPU, {}
+    before, after = (copies.SLOW_BEFORE, copies.SLOW_AFTER) if device.capability < _BFLOAT16_CAPABILITY else ({}, {})
     late = LATE_SCRATCH_ON_CUDA | sums.make_sum_rules(device.processors, device.threads)
-    return _EVERYWHERE | _OF_CUDA | before, late | after
+    return _SCRATCH_ON_ALL | _SCRATCH_ON_CUDA | before, late | after
 
 
 OVERSIZED: dict[str, Sizes] = {
@@ -405,7 +406,7 @@ def is_cublas_operation(device: Device, name: str, args: tuple[Any, ...]) -> boo
     """Whether an operation uses cuBLAS on a device. cuBLAS's workspace stays allocated after its first use."""
     is_product = name.removeprefix("aten::") in _MATMUL
     return device.cublas > 0 and (
-        is_product or (device.capability < _WITH_BFLOAT16 and copies.is_slow_convolution(name, args))
+        is_product or (device.capability < _BFLOAT16_CAPABILITY and copies.is_slow_convolution(name, args))
     )
 
 
@@ -453,9 +454,9 @@ def make_grouped_product(func: Any, args: tuple[Any, ...]) -> torch.Tensor | Non
         return None
     if args[0].dtype is torch.bfloat16:
         return None
-    halves = [torch.empty_strided(each.shape, each.stride(), dtype=torch.bfloat16) for each in args[:2]]
-    made = func(*halves, *args[2:])
-    return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype)
+    bfloat16_args = [torch.empty_strided(each.shape, each.stride(), dtype=torch.bfloat16) for each in args[:2]]
+    product = func(*bfloat16_args, *args[2:])
+    return torch.empty_strided(product.shape, product.stride(), dtype=args[0].dtype)
 
 
 def _apply_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -524,7 +525,8 @@ def _cast_to_float32(library: torch.library.Library, name: str) -> None:
         return
     operation = _get_overload(name)
     is_optional = name in FLOAT32_IF_FREE
-    place = [argument.name for argument in operation._schema.arguments].index("dtype") if is_optional else 0
+    argument_names = [argument.name for argument in operation._schema.arguments]
+    dtype_index = argument_names.index("dtype") if is_optional else 0
 
     def cast_value(value: Any) -> Any:
         if isinstance(value, attention.TRACED) and value.dtype in attention.HALVES:
@@ -535,12 +537,11 @@ def _cast_to_float32(library: torch.library.Library, name: str) -> None:
         # Excludes autocast for the calls below, as torch's own autocast kernels do.
         with ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
             if is_optional:
-                dtype_argument = args[place] if len(args) > place else kwargs.get("dtype")
-                if dtype_argument is None and any(isinstance(each, attention.TRACED) for each in args):
-                    return operation(*args[:place], **{**kwargs, "dtype": torch.float32})
+                dtype = args[dtype_index] if len(args) > dtype_index else kwargs.get("dtype")
+                if dtype is None and any(isinstance(each, attention.TRACED) for each in args):
+                    return operation(*args[:dtype_index], **{**kwargs, "dtype": torch.float32})
                 return operation(*args, **kwargs)
-            return operation(
-                *(cast_value(each) for each in args), **{key: cast_value(each) for key, each in kwargs.items()}
-            )
+            cast_kwargs = {key: cast_value(each) for key, each in kwargs.items()}
+            return operation(*map(cast_value, args), **cast_kwargs)
 
     library.impl(name, run, "AutocastCPU")  # type: ignore[no-untyped-call]

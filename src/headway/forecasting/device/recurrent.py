@@ -14,7 +14,7 @@ from headway.forecasting._torch import FakeTensor
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 """cuDNN's mode number for each type of recurrent layer, by torch's name of the operation."""
-_KEPT = {0: 1, 1: 1, 2: 6, 3: 5}
+_VALUES_KEPT = {0: 1, 1: 1, 2: 6, 3: 5}
 """Number of values that cuDNN is assumed to keep per time step and hidden unit, by cuDNN's mode number."""
 
 
@@ -26,9 +26,10 @@ def size_cudnn_reserve(args: tuple[Any, ...]) -> list[int]:
     Args:
         args: Arguments of `_cudnn_rnn`.
     """
-    tokens, mode, hidden, layers, train, two_ways = args[0], args[6], args[7], args[9], args[12], args[13]
-    values = tokens.numel() // tokens.shape[-1] * hidden * (2 if two_ways else 1) * layers
-    return [0, 0, 0, values * _KEPT[mode] * tokens.element_size() if train else 0, 0]
+    tokens, mode, hidden, layers = args[0], args[6], args[7], args[9]
+    is_training, is_bidirectional = args[12], args[13]
+    values = tokens.numel() // tokens.shape[-1] * hidden * (2 if is_bidirectional else 1) * layers
+    return [0, 0, 0, values * _VALUES_KEPT[mode] * tokens.element_size() if is_training else 0, 0]
 
 
 def size_cudnn_workspace(args: tuple[Any, ...]) -> list[int]:
@@ -39,9 +40,9 @@ def size_cudnn_workspace(args: tuple[Any, ...]) -> list[int]:
     Args:
         args: Arguments of `_cudnn_rnn`.
     """
-    tokens, hidden = args[0], args[7]
+    tokens, hidden, is_batch_first = args[0], args[7], args[10]
     gates = tokens.numel() // tokens.shape[-1] * hidden * 4 * tokens.element_size()
-    return [tokens.nbytes, gates] if args[10] else [gates]
+    return [tokens.nbytes, gates] if is_batch_first else [gates]
 
 
 def size_cudnn_backward_workspace(args: tuple[Any, ...]) -> list[int]:
@@ -53,9 +54,9 @@ def size_cudnn_backward_workspace(args: tuple[Any, ...]) -> list[int]:
     Args:
         args: Arguments of `_cudnn_rnn_backward`.
     """
-    tokens, hidden = args[0], args[11]
+    tokens, outputs, hidden, is_batch_first = args[0], args[6], args[11], args[14]
     gates = tokens.numel() // tokens.shape[-1] * hidden * 4 * tokens.element_size()
-    return [tokens.nbytes, args[6].nbytes, gates] if args[14] else [gates]
+    return [tokens.nbytes, outputs.nbytes, gates] if is_batch_first else [gates]
 
 
 def size_onednn_workspace(args: tuple[Any, ...]) -> list[int]:
@@ -109,16 +110,27 @@ def _make_cell(name: str) -> Callable[..., Any]:
     def run(tokens: torch.Tensor, state: Any, *weights: Any) -> Any:
         if not isinstance(tokens, FakeTensor):
             return plain(tokens, state, *weights)
-        given = [tokens, *(state if name == "lstm_cell" else [state] * 2), *weights]
+        # An LSTM has a hidden state and a cell state. The kernel of a GRU takes its only state in place of the latter.
+        hidden, cell = state if name == "lstm_cell" else (state, state)
+        inputs = [tokens, hidden, cell, *weights]
         if torch.is_autocast_enabled("cpu"):
-            given = [each if each is None else each.to(torch.get_autocast_dtype("cpu")) for each in given]
-        found = fused(given[0] @ given[3].t(), given[1] @ given[4].t(), given[2], *given[5:])
-        return found[:2] if name == "lstm_cell" else found[0]
+            inputs = [each if each is None else each.to(torch.get_autocast_dtype("cpu")) for each in inputs]
+        tokens, hidden, cell, input_weight, hidden_weight, *biases = inputs
+        results = fused(tokens @ input_weight.t(), hidden @ hidden_weight.t(), cell, *biases)
+        return results[:2] if name == "lstm_cell" else results[0]
 
     return run
 
 
 def _make_layers(name: str, mode: int) -> Callable[..., Any]:
+    """Return a function that computes all layers of a recurrent module in one call to cuDNN, as on CUDA.
+
+    Real tensors are computed as usual.
+
+    Args:
+        name: Name of the operation, such as "lstm".
+        mode: cuDNN's mode number for the operation.
+    """
     plain = getattr(torch.ops.aten, name).input.decompose
 
     def run(
@@ -135,7 +147,10 @@ def _make_layers(name: str, mode: int) -> Callable[..., Any]:
         if not isinstance(tokens, FakeTensor):
             return plain(tokens, state, weights, has_biases, num_layers, dropout, train, two_ways, batch_first)
         hx, cx = state if mode == 2 else (state, None)
-        stride = (4 if has_biases else 2) + (len(weights) % (4 if has_biases else 2) != 0)
+        # Each layer has two weights and two biases. LSTMs with projections have another weight.
+        tensors_per_layer = 4 if has_biases else 2
+        if len(weights) % tensors_per_layer:
+            tensors_per_layer += 1
         if torch.is_autocast_enabled("cpu"):  # on CUDA, autocast casts inputs, states and weights to half precision
             dtype = torch.get_autocast_dtype("cpu")
             tokens, hx, cx = tokens.to(dtype), hx.to(dtype), None if cx is None else cx.to(dtype)
@@ -144,7 +159,7 @@ def _make_layers(name: str, mode: int) -> Callable[..., Any]:
         hidden = hx.shape[-1] if cx is None else cx.shape[-1]
         projected = hx.shape[-1] if cx is not None and hx.shape[-1] != hidden else 0
         shape = (mode, hidden, projected, num_layers, batch_first, dropout, train, two_ways)
-        found = torch.ops.aten._cudnn_rnn(tokens, weights, stride, buffer, hx, cx, *shape, [], None)
+        found = torch.ops.aten._cudnn_rnn(tokens, weights, tensors_per_layer, buffer, hx, cx, *shape, [], None)
         return found[:3] if mode == 2 else found[:2]
 
     return run

@@ -114,14 +114,15 @@ def copy_optimizer(
     memo: dict[int, Any] = dict(by_id)
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        learning = [parameter for parameter in group["params"] if parameter.requires_grad]
-        foreign = sum(id(parameter) not in by_id for parameter in learning)
-        if foreign:
+        trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
+        num_foreign = sum(id(parameter) not in by_id for parameter in trainable)
+        if num_foreign:
             raise ConfigError(
-                f"optimizer= updates {foreign} parameters that are not the model's; give the optimizer of the model that is "
+                f"optimizer= updates {num_foreign} parameters that are not the model's; give the optimizer of the model that is "
                 "forecast, or a function that makes one from parameters"
             )
-        groups.append({**group, "params": learning})
+        groups.append({**group, "params": trainable})
+    # The memo makes `deepcopy` use the copied parameters, copied groups and an empty state in place of the originals.
     with _ValuelessCopies(torch.device("cpu")):
         memo[id(optimizer.param_groups)] = copy.deepcopy(groups, memo)
         memo[id(optimizer.state)] = defaultdict(dict)
@@ -130,7 +131,7 @@ def copy_optimizer(
 
 @contextmanager
 def ensure_untouched(model: nn.Module) -> Iterator[None]:
-    """Return a context that raises an error if code in it computes gradients for the original model.
+    """Return a context at whose end an error is raised if the original model has got gradients in it.
 
     Only the copy of the model may get gradients.
 
@@ -200,22 +201,25 @@ class BatchResizer:
         return map_tensors(lambda tensor: self._resize_tensor(tensor, size), self._batch)
 
     def _resize_tensor(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if tensor.ndim == 0 or tensor.shape[0] != self.num_rows or size == self.num_rows:
-            return shape
-        return torch.cat([shape] * -(-size // self.num_rows))[:size]
+            return meta
+        num_repeats = -(-size // self.num_rows)
+        return torch.cat([meta] * num_repeats)[:size]
 
 
 def _is_padded(batch: Tree) -> bool | None:
+    """Whether the batch's attention mask masks any token, or None if the batch has no mask with values."""
     mask = _get_values(batch, MASK)
     return None if mask is None else not bool(mask.all())
 
 
 def _is_packed(batch: Tree) -> bool:
-    places = _get_values(batch, POSITIONS)
-    return places is not None and bool((places.diff() != 1).any())
+    """Whether the batch has position IDs that are not consecutive in some row."""
+    position_ids = _get_values(batch, POSITIONS)
+    return position_ids is not None and bool((position_ids.diff() != 1).any())
 
 
 def _get_values(batch: Tree, name: str) -> torch.Tensor | None:
-    found = batch.get(name) if isinstance(batch, dict) else None
-    return found if isinstance(found, torch.Tensor) and not found.is_meta else None
+    tensor = batch.get(name) if isinstance(batch, dict) else None
+    return tensor if isinstance(tensor, torch.Tensor) and not tensor.is_meta else None

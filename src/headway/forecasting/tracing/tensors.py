@@ -23,9 +23,10 @@ def iterate_plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
-    for held in (getattr(tensor, name) for name in names):
-        if isinstance(held, torch.Tensor):  # a DTensor names its mesh, too
-            yield from iterate_plain_tensors(held)
+    for name in names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
+            yield from iterate_plain_tensors(inner)
 
 
 def has_wrapper_type(types: Iterable[type]) -> bool:

@@ -17,15 +17,15 @@ def list_coordinates(layout: Layout) -> list[dict[str, int]]:
 
     The result includes the joint axes in `SHARED`, along which FSDP shards in layouts with `cp` or `ep`.
     """
-    found = []
+    all_coordinates = []
     for rank in range(layout.num_ranks):
-        place = layout.find_coordinates(rank)
-        for inner, joint in SHARED.items():
-            place[joint] = place["shard"]
-            for axis in inner:
-                place[joint] = place[joint] * getattr(layout, axis) + place[axis]
-        found.append(place)
-    return found
+        coordinates = layout.find_coordinates(rank)
+        for inner_axes, joint_axis in SHARED.items():
+            coordinates[joint_axis] = coordinates["shard"]
+            for axis in inner_axes:
+                coordinates[joint_axis] = coordinates[joint_axis] * getattr(layout, axis) + coordinates[axis]
+        all_coordinates.append(coordinates)
+    return all_coordinates
 
 
 class RankBoxes:

@@ -45,13 +45,13 @@ class MeasuredForward:
         step: Training step on the batch of one data shard.
         model: Prepared model.
         precision: "no", "bf16" or "fp16".
-        saved: Meter of the memory that autograd keeps.
+        activation_meter: Meter of the memory that autograd keeps.
     """
 
-    def __init__(self, step: Step, model: nn.Module, precision: str, saved: "ActivationMeter") -> None:
+    def __init__(self, step: Step, model: nn.Module, precision: str, activation_meter: "ActivationMeter") -> None:
         self.step = step
         self.model = model
-        self.saved = saved
+        self.activation_meter = activation_meter
         self._precision = precision
 
     def __call__(self) -> torch.Tensor:
@@ -61,9 +61,9 @@ class MeasuredForward:
             UnsupportedError: If the loss cannot be computed without values, or is not a tensor of one element. Also if
                 it has no gradient although gradients are enabled.
         """
-        loss = self.run_within(lambda: self.step(self.model))
-        is_lost = torch.is_grad_enabled() and isinstance(loss, torch.Tensor) and not loss.requires_grad
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or is_lost:
+        loss: torch.Tensor = self.run_within(lambda: self.step(self.model))
+        is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1
+        if not is_scalar or (torch.is_grad_enabled() and not loss.requires_grad):
             raise UnsupportedError(
                 f"the step returned {type(loss).__name__}; it must return the loss, a tensor of one element with a gradient"
             )
@@ -77,7 +77,7 @@ class MeasuredForward:
                 Headway's own errors are raised unchanged.
         """
         try:
-            with self.saved.watch_forward(), make_autocast(self._precision):
+            with self.activation_meter.watch_forward(), make_autocast(self._precision):
                 return compute()
         except HeadwayError:
             raise
@@ -120,7 +120,7 @@ class StepDriver:
             forward: Forward pass that has ended.
             loss: Loss that it returned.
         """
-        forward.saved.end_forward(loss)
+        forward.activation_meter.end_forward(loss)
 
     def run_backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass from the loss."""
@@ -174,8 +174,9 @@ class PipelineDriver(StepDriver):
 
     def __init__(self, strategy: Strategy, schedule: str, step: Step | None) -> None:
         self._strategy = strategy
-        self._is_plain = schedule == "gpipe"
-        if not self._is_plain and step is not None and not isinstance(step, BatchStep):
+        # GPipe runs all forwards before the first backward, so a loop can call the model as without a pipeline.
+        self._calls_model = schedule == "gpipe"
+        if not self._calls_model and step is not None and not isinstance(step, BatchStep):
             raise UnsupportedError(
                 f"PipelineOptions(schedule={schedule!r}) runs forward and backward of micro-batches in turn, so a plan needs a step "
                 "whose batch can be cut: an object with inputs(), loss(model, inputs) and __call__(model). Or use schedule='gpipe'"
@@ -188,7 +189,7 @@ class PipelineDriver(StepDriver):
 
     def run_update(self, forward: MeasuredForward, meter: "StepMeter") -> None:
         """Run an update's pipeline schedule, and reduce the gradients of parameters that are replicated over ranks."""
-        if self._is_plain:
+        if self._calls_model:
             super().run_update(forward, meter)
         else:
             meter.phase = "schedule"
@@ -209,7 +210,7 @@ class PipelineDriver(StepDriver):
     def _run_schedule(self, forward: MeasuredForward) -> None:
         """Run the schedule on the step's batch, which is split into micro-batches if the schedule needs that."""
         step, model = forward.step, forward.model
-        if self._is_plain or not isinstance(step, BatchStep):
+        if self._calls_model or not isinstance(step, BatchStep):
             self.run_backward(forward())
             return
 

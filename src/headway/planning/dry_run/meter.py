@@ -65,8 +65,11 @@ class MeteredCollective:
         Args:
             num_bytes: Bytes of the full tensors of the collective.
         """
-        others = (self.num_ranks - 1) / self.num_ranks
-        return num_bytes * {"all_reduce": 2 * others, "broadcast": 1.0, "send": 1.0}.get(self.kind, others)
+        if self.kind in ("broadcast", "send"):
+            return float(num_bytes)
+        # Around a ring, each rank sends all parts of the tensors but one. An all-reduce does this twice.
+        sent = num_bytes * ((self.num_ranks - 1) / self.num_ranks)
+        return 2 * sent if self.kind == "all_reduce" else sent
 
 
 @dataclass
@@ -228,24 +231,23 @@ class ActivationMeter:
 
     Args:
         meter: Meter of the step, which lists the storages of gathered parameters.
-        own: Tensors of the model, which do not count.
-        memory: Tracker of all tensors, including those that selective checkpointing keeps outside of autograd.
+        model_tensors: Parameters and buffers of the model, which do not count.
+        tracker: Tracker of all tensors, including those that selective checkpointing keeps outside of autograd.
 
     Attributes:
         peak: Largest number of bytes kept at once so far.
     """
 
-    def __init__(self, meter: StepMeter, own: list[torch.Tensor], memory: StorageTracker) -> None:
+    def __init__(self, meter: StepMeter, model_tensors: list[torch.Tensor], tracker: StorageTracker) -> None:
         self._meter = meter
-        self._memory = memory
-        self._model = own
+        self._tracker = tracker
+        self._model_tensors = model_tensors
         # References keep these storages alive, so that their addresses are not reused.
-        self._own = {
-            storage._cdata: storage for storage in (get_local_shard(tensor).untyped_storage() for tensor in own)
-        }
-        self._sizes: dict[int, int] = {}
-        self._times: Counter[int] = Counter()
-        self._now = 0
+        storages = [get_local_shard(tensor).untyped_storage() for tensor in model_tensors]
+        self._model_storages = {storage._cdata: storage for storage in storages}
+        self._sizes: dict[int, int] = {}  # by address of the storage, like `_num_saved`
+        self._num_saved: Counter[int] = Counter()  # number of nodes that have saved a tensor of the storage
+        self._kept_bytes = 0
         self.peak = 0
 
     @contextmanager
@@ -264,21 +266,21 @@ class ActivationMeter:
         """
         storage = get_local_shard(tensor).untyped_storage()
         address: int = storage._cdata
-        if address in self._own or address in self._meter.gathered:
+        if address in self._model_storages or address in self._meter.gathered:
             return 0
-        if not self._times[address]:
+        if not self._num_saved[address]:
             self._sizes[address] = storage.nbytes()
-            self._now += self._sizes[address]
-        self._times[address] += 1
-        self.peak = max(self.peak, self._now)
+            self._kept_bytes += self._sizes[address]
+        self._num_saved[address] += 1
+        self.peak = max(self.peak, self._kept_bytes)
         return address
 
     def release_tensor(self, address: int) -> None:
         """Record that a node of the autograd graph has released the storage at the given address."""
-        self._times[address] -= 1
-        if not self._times[address]:
-            del self._times[address]
-            self._now -= self._sizes.pop(address)
+        self._num_saved[address] -= 1
+        if not self._num_saved[address]:
+            del self._num_saved[address]
+            self._kept_bytes -= self._sizes.pop(address)
 
     def end_forward(self, loss: torch.Tensor) -> None:
         """Count all memory that forward has allocated and not freed as activations, and set `peak` to its size.
@@ -286,14 +288,14 @@ class ActivationMeter:
         Args:
             loss: Loss that forward returned, which does not count.
         """
-        self._memory.mark_tensors(self._model, "weights")  # FSDP pads parameters anew in its first forward
-        self._memory.mark_tensors([loss], "temporaries")
-        self._memory.mark_activations()
-        self.peak = self._memory.count_held_bytes("activations")
+        self._tracker.mark_tensors(self._model_tensors, "weights")  # FSDP pads parameters anew in its first forward
+        self._tracker.mark_tensors([loss], "temporaries")
+        self._tracker.mark_activations()
+        self.peak = self._tracker.count_held_bytes("activations")
 
     def reset_peak(self) -> None:
         """Reset the peak to the number of bytes that are kept at this time."""
-        self.peak = self._now
+        self.peak = self._kept_bytes
 
 
 class _SavedTensor:
@@ -302,13 +304,13 @@ class _SavedTensor:
     When the node releases the tensor, the meter is notified.
     """
 
-    __slots__ = ("_address", "_saved", "tensor")
+    __slots__ = ("_address", "_meter", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, saved: ActivationMeter) -> None:
+    def __init__(self, tensor: torch.Tensor, meter: ActivationMeter) -> None:
         self.tensor = tensor
-        self._saved = saved
-        self._address = saved.keep_tensor(tensor)
+        self._meter = meter
+        self._address = meter.keep_tensor(tensor)
 
     def __del__(self) -> None:
         if self._address:
-            self._saved.release_tensor(self._address)
+            self._meter.release_tensor(self._address)

@@ -68,8 +68,8 @@ class ScriptTracker(StorageTracker):  # type: ignore[no-untyped-call]
     overflows.
 
     Attributes:
-        read_at: Lines of code outside of Headway and torch that read a value, as keys. Also those of torch's
-            GradScaler.
+        read_at: Lines of code outside of Headway and torch that read a value, in order. Also those of torch's
+            GradScaler. The lines are the keys, and all values are None.
     """
 
     def __init__(self, device: Device) -> None:
@@ -83,10 +83,13 @@ class ScriptTracker(StorageTracker):  # type: ignore[no-untyped-call]
             reader = _find_reader()
             if reader is not None and not is_headway_file(reader.file):
                 self.read_at[str(reader)] = None
-            is_overflow = reader is not None and reader.file.endswith(_SCALER)  # an overflow would skip every update
-            number = 0 if is_overflow else 1
+            # GradScaler reads whether gradients overflow. An overflow would skip every update.
+            is_scaler = reader is not None and reader.file.endswith(_SCALER)
+            number = 0 if is_scaler else 1
             dtype = args[0].dtype
-            return bool(number) if dtype == torch.bool else float(number) if dtype.is_floating_point else number
+            if dtype == torch.bool:
+                return bool(number)
+            return float(number) if dtype.is_floating_point else number
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -109,16 +112,16 @@ class ScriptDryRun:
         self._device = device
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.tracker = ScriptTracker(device)
-        self._block = contextlib.ExitStack()
+        self._tracing_contexts = contextlib.ExitStack()
         self._models: list[nn.Module] = []
-        # New parameters by the `id` of the original. The originals are kept in `_before`, so that no other tensor gets
-        # the same `id` before an optimizer is prepared.
-        self._made: dict[int, torch.Tensor] = {}
-        self._before: list[torch.Tensor] = []
+        # Fake parameters by the `id` of the original. The originals are kept, so that no other tensor gets the same `id`
+        # before an optimizer is prepared.
+        self._fake_parameters: dict[int, torch.Tensor] = {}
+        self._originals: list[torch.Tensor] = []
         self.is_running = False
         self.num_updates = 0
-        self._steps: Counter[int] = Counter()
-        self._followed: set[int] = set()
+        self._num_steps: Counter[int] = Counter()  # by `id` of the optimizer
+        self._optimizer_ids: set[int] = set()
         self.batch_size: int | None = None
         self.precision = "no"
         self.is_done = False
@@ -138,8 +141,8 @@ class ScriptDryRun:
         for each in objects:
             if isinstance(each, nn.Module):
                 refuse_compiled(each)
-                self._before += each.parameters()
-                self._made |= fill_model(each, self._fake)
+                self._originals += each.parameters()
+                self._fake_parameters |= fill_model(each, self._fake)
                 self._models.append(each)
         for each in objects:
             if isinstance(each, torch.optim.Optimizer):
@@ -148,10 +151,10 @@ class ScriptDryRun:
     def _follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace an optimizer's parameters with their fake copies, and register hooks on its steps."""
         for group in optimizer.param_groups:
-            group["params"] = [self._made.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [self._fake_parameters.get(id(parameter), parameter) for parameter in group["params"]]
         if self._device.is_cuda:
             choose_cuda_kernels(optimizer)
-        self._followed.add(id(optimizer))
+        self._optimizer_ids.add(id(optimizer))
         optimizer.register_step_pre_hook(lambda *_: self._enter_phase("update"))
         optimizer.register_step_post_hook(lambda own, *_: self._record_update(own))
 
@@ -163,12 +166,12 @@ class ScriptDryRun:
             self._begin_tracking()
         self._enter_phase("forward")
         with disable_current_modes(), self._fake:
-            without = tree_map(make_empty_leaf, batch)
-        tensors = [leaf for leaf in tree_leaves(without) if isinstance(leaf, torch.Tensor)]
+            fake_batch = tree_map(make_empty_leaf, batch)
+        tensors = [leaf for leaf in tree_leaves(fake_batch) if isinstance(leaf, torch.Tensor)]
         if self.batch_size is None and tensors and tensors[0].dim():
             self.batch_size = tensors[0].shape[0]
         self.tracker.mark_tensors(tensors, "batch")
-        return without
+        return fake_batch
 
     def record_backward_start(self) -> None:
         """Record the start of backward. What forward has allocated and not freed then counts as activations.
@@ -190,9 +193,9 @@ class ScriptDryRun:
 
     def _begin_tracking(self) -> None:
         self.is_running = True
-        self._block.enter_context(substitute_kernels(self._device, self.precision))
-        self._block.enter_context(self._fake)
-        self._block.enter_context(self.tracker)
+        self._tracing_contexts.enter_context(substitute_kernels(self._device, self.precision))
+        self._tracing_contexts.enter_context(self._fake)
+        self._tracing_contexts.enter_context(self.tracker)
         self.tracker.enter_phase("set-up")
         for model in self._models:
             mark_model(model, self.tracker)
@@ -208,20 +211,20 @@ class ScriptDryRun:
         if not self.is_running:
             return
         self.tracker.mark_tensors(list_state(optimizer), "optimizer state")
-        self._steps[id(optimizer)] += 1
-        self.num_updates = max(self._steps.values())
+        self._num_steps[id(optimizer)] += 1
+        self.num_updates = max(self._num_steps.values())
         if not self._list_late() or self.num_updates == MOST_UPDATES:
             self.is_done = True
             raise ScriptFinished
 
     def _list_late(self) -> set[int]:
         """Return the `id` of each optimizer that has made fewer updates than the dry run traces."""
-        return {each for each in self._followed if self._steps[each] < NUM_UPDATES}
+        return {each for each in self._optimizer_ids if self._num_steps[each] < NUM_UPDATES}
 
     def finish_trace(self) -> Trace:
         """Stop tracking and return the trace, with caveats about values that were read and updates that are missing."""
         self.tracker.enter_phase("end")
-        self._block.close()
+        self._tracing_contexts.close()
         found, late = self.tracker.build_trace(), self._list_late()
         caveats = list(found.caveats)
         if self.tracker.read_at:
@@ -233,8 +236,9 @@ class ScriptDryRun:
             caveats.append("the script ended after its first update; what later updates add is not in the numbers")
         elif late:
             caveats.append(
-                f"a lower bound: {len(late)} of {len(self._followed)} optimizers had stepped fewer than {NUM_UPDATES} times when "
-                f"another had made {self.num_updates} updates and the trace ended, so their state, and maybe gradients, are missing"
+                f"a lower bound: {len(late)} of {len(self._optimizer_ids)} optimizers had stepped fewer than {NUM_UPDATES} times "
+                f"when another had made {self.num_updates} updates and the trace ended, so their state, and maybe gradients, "
+                "are missing"
             )
         return replace(found, caveats=tuple(caveats))
 

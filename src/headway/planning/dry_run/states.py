@@ -53,19 +53,17 @@ def describe_states(
     owners, rank = updates.find_owners(optimizer, num_ranks), _get_rank()
     if any(owner != rank for owner in owners.values()):
         # Parameters without owner are measured, too, because this rank's shard of them can be empty.
-        whole = _measure_whole_states(parameters, make_optimizer)
+        full_states = _measure_full_states(parameters, make_optimizer)
         return tuple(
             _describe_state(parameter.shape, state, owners.get(parameter))
-            for parameter, state in zip(parameters, whole)
+            for parameter, state in zip(parameters, full_states)
         )
-    return tuple(
-        _describe_state(
-            parameter.shape if parameter in owners else get_local_shard(parameter).shape,
-            optimizer.state.get(parameter, {}),
-            owners.get(parameter),
-        )
-        for parameter in parameters
-    )
+    described: list[StateBytes] = []
+    for parameter in parameters:
+        # An owner has the state of the full parameter, and all other ranks have that of their shards.
+        shape = parameter.shape if parameter in owners else get_local_shard(parameter).shape
+        described.append(_describe_state(shape, optimizer.state.get(parameter, {}), owners.get(parameter)))
+    return tuple(described)
 
 
 def count_state_bytes(parameters: Sequence[torch.Tensor], states: Sequence[StateBytes]) -> int:
@@ -104,13 +102,15 @@ def _describe_state(shape: torch.Size, state: dict[str, Any], owner: int | None)
         if isinstance(leaf, torch.Tensor):
             local = get_local_shard(leaf)
             size = sum(part.nbytes for part in iterate_plain_tensors(local))  # of codes and scales, if it is quantized
-            is_alike = local.shape == shape and local.numel() > 0
-            per_element += size // local.numel() if is_alike else 0
-            fixed += size % local.numel() if is_alike else size
+            if local.shape == shape and local.numel() > 0:
+                per_element += size // local.numel()
+                fixed += size % local.numel()
+            else:
+                fixed += size
     return StateBytes(per_element, fixed, owner)
 
 
-def _measure_whole_states(parameters: Sequence[torch.Tensor], make_optimizer: MakeOptimizer) -> list[dict[str, Any]]:
+def _measure_full_states(parameters: Sequence[torch.Tensor], make_optimizer: MakeOptimizer) -> list[dict[str, Any]]:
     """Return the optimizer state of each full parameter, as tensors without values.
 
     Args:
@@ -118,10 +118,10 @@ def _measure_whole_states(parameters: Sequence[torch.Tensor], make_optimizer: Ma
         make_optimizer: Function that makes the optimizer.
     """
     with disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
-        whole = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype), each.requires_grad) for each in parameters]
-        learning = [each for each in whole if each.requires_grad]
-        for each in learning:
-            each.grad = torch.empty_like(each)
-        optimizer = make_optimizer(learning)
+        full = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype), each.requires_grad) for each in parameters]
+        trainable = [each for each in full if each.requires_grad]
+        for parameter in trainable:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = make_optimizer(trainable)
         DryRunUpdates().step_optimizer(optimizer)
-    return [optimizer.state.get(each, {}) for each in whole]
+    return [optimizer.state.get(each, {}) for each in full]

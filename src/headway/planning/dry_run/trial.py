@@ -328,13 +328,12 @@ def run_update(
     # Parameters of other pipeline stages are on the meta device.
     named = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
     buffers = count_storage_bytes(buffer for buffer in model.buffers() if not buffer.is_meta)
-    own = [*model.parameters(), *model.buffers()]
     described, weights = tuple(describe_tensors(named)), count_storage_bytes(parameter for _, parameter in named)
     if step is None:
         return StepDryRun(described, buffers, weights)
     meter = StepMeter(layout)
-    memory = StorageTracker(device)
-    saved = ActivationMeter(meter, own, memory)
+    tracker = StorageTracker(device)
+    activations = ActivationMeter(meter, [*model.parameters(), *model.buffers()], tracker)
     optimizer, drive = None, drive or StepDriver()
     with ExitStack() as stack:
         for mode in within:
@@ -344,17 +343,17 @@ def run_update(
             updates.adopt_optimizer(optimizer)
             if device.is_cuda:
                 choose_cuda_kernels(optimizer)
-        forward = MeasuredForward(step, model, precision, saved)
+        forward = MeasuredForward(step, model, precision, activations)
         drive.warm_up(forward)
-        saved.reset_peak()
+        activations.reset_peak()
         # The tracker is the inner mode. So it sees operations on local shards, but not those that DTensor runs on full
         # tensors to determine shapes.
-        with meter, memory:
-            memory.enter_phase("forward")
-            mark_model(model, memory)
+        with meter, tracker:
+            tracker.enter_phase("forward")
+            mark_model(model, tracker)
             drive.run_update(forward, meter)
             meter.phase = "update"
-            memory.enter_phase("update")
+            tracker.enter_phase("update")
             reduced = _count_ddp_bytes(model, layout)
             # DDP's C++ engine rejects fake tensors, so its all-reduce of all gradients is added here.
             if reduced is not None:
@@ -379,9 +378,9 @@ def run_update(
         states=states,
         volumes=meter.volumes,
         flops=dict(meter.flops),
-        activations=saved.peak,
+        activations=activations.peak,
         events=tuple(meter.events),
-        trace=memory.build_trace(),
+        trace=tracker.build_trace(),
         buckets=buckets,
     )
 

@@ -27,7 +27,7 @@ from headway.planning.dry_run.boxes import RankBoxes
 from headway.planning.dry_run.fake_group import run_as_rank
 from headway.planning.optimizers import MuonAndAdamW, Optimizer, is_elementwise, list_inner_optimizers
 
-_OWNED = (UpdateKind.OWNED, UpdateKind.TOGETHER)
+_KINDS_WITH_OWNERS = (UpdateKind.OWNED, UpdateKind.TOGETHER)
 
 
 class DryRunUpdates:
@@ -64,13 +64,13 @@ class DryRunUpdates:
             optimizer: Optimizer that `adopt_optimizer` has checked.
             closure: Closure of the step, or None. Default: None.
         """
-        for part in list_inner_optimizers(optimizer):
+        for index, part in enumerate(list_inner_optimizers(optimizer)):
+            part_closure = closure if index == 0 else None  # a closure is called once per update
             with answer_reads(part):
                 if self._strategy is None:
-                    part.step(*([] if closure is None else [closure]))
+                    part.step(*([] if part_closure is None else [part_closure]))
                 else:
-                    self._strategy.step_optimizer(part, Precision(), closure)
-            closure = None  # the first part has called it
+                    self._strategy.step_optimizer(part, Precision(), part_closure)
         if isinstance(optimizer, MuonAndAdamW):
             optimizer.collect_state()
 
@@ -99,17 +99,19 @@ def find_owners(optimizer: optim.Optimizer, options: EngineOptions, num_ranks: i
         options: Options of the engines.
         num_ranks: World size.
     """
-    wanted = None if options.sharding is None else options.sharding.whole_updates
-    found: dict[torch.Tensor, int] = {}
-    for part in list_inner_optimizers(optimizer) if wanted is not False else ():
+    whole_updates = None if options.sharding is None else options.sharding.whole_updates
+    owners: dict[torch.Tensor, int] = {}
+    if whole_updates is False:
+        return owners
+    for part in list_inner_optimizers(optimizer):
         try:
-            kind = choose_kind(part, bool(wanted))
+            kind = choose_kind(part, bool(whole_updates))
         except TrialRefused:
             continue
-        if kind in _OWNED:
+        if kind in _KINDS_WITH_OWNERS:
             parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-            found |= zip(parameters, choose_owners(kind, [each.shape for each in parameters], num_ranks))
-    return found
+            owners |= zip(parameters, choose_owners(kind, [each.shape for each in parameters], num_ranks))
+    return owners
 
 
 def find_fullest_owner(
@@ -121,7 +123,10 @@ def find_fullest_owner(
     machine_ranks: int,
     prepare: Callable[[nn.Module], object] | None = None,
 ) -> int | None:
-    """Return the rank that needs the most memory for updates. None if no parameter has an owner, or if an error occurs.
+    """Return the rank that needs the most memory for updates. Return None if no parameter has an owner.
+
+    The result is also None if the model cannot be prepared or the optimizer cannot be made. The trace of the step then
+    raises the error. Layouts with pipeline stages are not supported, and give None.
 
     An owner is the one rank that updates a full parameter. The estimate assumes that a rank gathers all parameters that it
     owns at once. In fact, it gathers them bucket by bucket. This does not change which rank needs the most memory. A
@@ -149,7 +154,7 @@ def find_fullest_owner(
     with init_empty_weights(include_buffers=True):
         model = make()
     fill_model(model, FakeTensorMode(allow_non_fake_inputs=True))
-    boxes, loads = RankBoxes(layout), [0] * layout.num_ranks
+    boxes, update_bytes = RankBoxes(layout), [0] * layout.num_ranks
     try:
         if prepare is not None:
             prepare(model)
@@ -158,17 +163,18 @@ def find_fullest_owner(
             owners = find_owners(made, options, layout.num_ranks)
             for parameter, owner in owners.items():
                 # Boxes that do not span whole rows are copied once more, to make them contiguous.
-                num_sent = sum(
+                num_received = sum(
                     prod(shape) * (1 if shape[1:] == parameter.shape[1:] else 2)
-                    for held in boxes.list_boxes(parameter)
-                    for _, shape in held
+                    for boxes_of_rank in boxes.list_boxes(parameter)
+                    for _, shape in boxes_of_rank
                 )
-                loads[owner] += (4 * parameter.numel() + num_sent) * parameter.dtype.itemsize
+                # Parameter and gradient, each as received and as given to the optimizer.
+                update_bytes[owner] += (4 * parameter.numel() + num_received) * parameter.dtype.itemsize
     except StateError:
         raise
     except Exception:  # the trace of the step raises the same error, with an explanation
         return None
-    return loads.index(max(loads)) if owners else None
+    return update_bytes.index(max(update_bytes)) if owners else None
 
 
 def _is_known_direct(optimizer: Optimizer) -> bool:
