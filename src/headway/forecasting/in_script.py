@@ -78,12 +78,12 @@ def forecast_step(request: ForecastRequest, setup: TrainingSetup) -> Forecast:
         spread=partial(_spread_replica, setup) if setup.run.strategy.name == "ddp" else None,
     )
     with ensure_untouched(request.model), torch.inference_mode(False), torch.enable_grad():
-        found = step.forecast(resizer.num_rows, limit, request.largest)
+        forecast = step.forecast(resizer.num_rows, limit, request.largest)
     if request.batch_fn is None:
         caveats += resizer.caveats
     if resizer.is_padded:
         caveats += (_PADDING_CAVEAT,)
-    return replace(found, caveats=(*found.caveats, *caveats))
+    return replace(forecast, caveats=(*forecast.caveats, *caveats))
 
 
 def _check_request(request: ForecastRequest, setup: TrainingSetup) -> None:

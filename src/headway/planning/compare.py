@@ -195,8 +195,8 @@ def compare_layouts(
     for strategy in strategies:
         logger.info("planning %s", strategy)
         try:
-            found = plan_layout(strategy)
-            row = ComparedPlan(strategy, found, compute_cost(found, cluster), _explain_misfit(found, cluster))
+            planned = plan_layout(strategy)
+            row = ComparedPlan(strategy, planned, compute_cost(planned, cluster), _explain_misfit(planned, cluster))
         except HeadwayError as error:
             row = ComparedPlan(strategy, None, None, str(error))
         rows.append(row)
@@ -220,30 +220,30 @@ def list_candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) 
         machine_ranks: Ranks per machine.
         has_plan: Whether the model defines how tensor parallelism splits its weight matrices.
     """
-    found = ["ddp", "fsdp"]
+    candidates = ["ddp", "fsdp"]
     inside = [size for size in (machine_ranks, 2 * machine_ranks, 8 * machine_ranks) if size < num_ranks]
-    found += [f"hsdp={size}" for size in inside if size > 1 and num_ranks % size == 0]
+    candidates += [f"hsdp={size}" for size in inside if size > 1 and num_ranks % size == 0]
     if has_plan and 1 < machine_ranks < num_ranks and num_ranks % machine_ranks == 0:
-        found.append(f"fsdp+tp={machine_ranks}")
-    return found
+        candidates.append(f"fsdp+tp={machine_ranks}")
+    return candidates
 
 
-def _explain_misfit(found: Plan, cluster: ClusterRates) -> str:
+def _explain_misfit(plan: Plan, cluster: ClusterRates) -> str:
     """Return text about how much memory a plan lacks and what uses most of its memory, or "" if the plan fits."""
-    if cluster.memory is None or found.peak <= cluster.memory:
+    if cluster.memory is None or plan.peak <= cluster.memory:
         return ""
-    share = found.shares.find_fullest()
+    share = plan.shares.find_fullest()
     parts = {
         "weights": share.weights,
         "gradients": share.gradients,
         "optimizer state": share.optimizer_state,
-        "activations": found.activations or 0,
-        "gathered parameters": found.gathered,
-        "temporaries": found.peak - found.total,
+        "activations": plan.activations or 0,
+        "gathered parameters": plan.gathered,
+        "temporaries": plan.peak - plan.total,
     }
     most = max(parts, key=lambda name: parts[name])
     return (
-        f"needs {format_bytes(found.peak)} per rank, {format_bytes(found.peak - cluster.memory)} more than available; mostly "
+        f"needs {format_bytes(plan.peak)} per rank, {format_bytes(plan.peak - cluster.memory)} more than available; mostly "
         f"{most} ({format_bytes(parts[most])})"
     )
 
@@ -263,12 +263,12 @@ def comparison_as_dict(comparison: PlanComparison) -> dict[str, Any]:
 
 
 def _row_as_dict(row: ComparedPlan) -> dict[str, Any]:
-    found: dict[str, Any] = {"strategy": row.strategy, "fits": not row.reason, "reason": row.reason or None}
+    row_dict: dict[str, Any] = {"strategy": row.strategy, "fits": not row.reason, "reason": row.reason or None}
     if row.plan is not None:
-        found |= plan_as_dict(row.plan)
+        row_dict |= plan_as_dict(row.plan)
     if row.cost is not None:
-        found["cost"] = asdict(row.cost)
-    return found
+        row_dict["cost"] = asdict(row.cost)
+    return row_dict
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:
@@ -342,13 +342,13 @@ def _explain_columns(comparison: PlanComparison) -> list[str]:
 
 
 def _format_cells(row: ComparedPlan, plan: Plan, has_tokens: bool) -> list[str]:
-    share, found = plan.shares.find_fullest(), row.cost
+    share, cost = plan.shares.find_fullest(), row.cost
     sizes: list[float | None] = [None] * 4
     if plan.exchanges is not None:
         sizes = [share.gradients, share.optimizer_state, plan.activations, plan.gathered]
     sent = None if plan.exchanges is None else count_bytes_sent(plan.exchanges)
     cells = [row.strategy, format_bytes(share.weights), *map(format_size, [*sizes, plan.total, plan.traced, sent])]
-    cells += ["-", "-"] if found is None else [format_duration(found.seconds), found.bottleneck]
+    cells += ["-", "-"] if cost is None else [format_duration(cost.seconds), cost.bottleneck]
     if has_tokens:
-        cells.append(format_number(found.tokens_per_second) if found is not None else "-")
+        cells.append(format_number(cost.tokens_per_second) if cost is not None else "-")
     return [*cells, "does not fit" if row.reason else ""]

@@ -148,14 +148,14 @@ def forecast(
         spread=fake_rank,
         can_repeat=can_repeat_blocks(options) and owner is None,  # another block can change all owners
     )
-    found = step.forecast(batch_size, resolve_budget(target, budget), largest, longest)
+    traced_forecast = step.forecast(batch_size, resolve_budget(target, budget), largest, longest)
     caveats = (
         *fake_rank.list_caveats(),
-        *found.caveats,
+        *traced_forecast.caveats,
         *list_optimizer_caveats(optimizer),
         *_list_batch_caveats(example),
     )
-    return replace(found, caveats=caveats, strategy=strategy or "", num_ranks=fake_rank.layout.num_ranks)
+    return replace(traced_forecast, caveats=caveats, strategy=strategy or "", num_ranks=fake_rank.layout.num_ranks)
 
 
 def forecast_script(
@@ -182,8 +182,8 @@ def forecast_script(
     began = time.perf_counter()
     target = find_device(device)
     traced, batch_size = dry_run_script(script, arguments, target)
-    found = build_forecast(traced, target, batch_size, resolve_budget(target, budget), expandable_segments)
-    return replace(found, seconds=time.perf_counter() - began)
+    traced_forecast = build_forecast(traced, target, batch_size, resolve_budget(target, budget), expandable_segments)
+    return replace(traced_forecast, seconds=time.perf_counter() - began)
 
 
 def make_model(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:

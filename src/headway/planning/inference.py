@@ -98,18 +98,18 @@ class Bandwidths:
     def get_memory_rate(self, device: Device) -> float:
         """Return the memory bandwidth of a device in bytes per second."""
         where = _get_torch_device(device)
-        found = self._measure_once(
+        rate = self._measure_once(
             "main memory" if device == "cpu" else f"memory of {where}", lambda: self._measure_memory(where)
         )
-        assert found is not None
-        return found
+        assert rate is not None
+        return rate
 
     def get_copy_rate(self, device: Device) -> float:
         """Return the bandwidth from main memory to an accelerator in bytes per second."""
         where = _get_torch_device(device)
-        found = self._measure_once(f"main memory to {where}", lambda: self._measure_copy(where))
-        assert found is not None
-        return found
+        rate = self._measure_once(f"main memory to {where}", lambda: self._measure_copy(where))
+        assert rate is not None
+        return rate
 
     def get_disk_rate(self) -> float | None:
         """Return the bandwidth in bytes per second of the disk that stores the weights.
@@ -401,29 +401,29 @@ def _describe_generation(model: nn.Module, dtype: str, workload: Workload | None
         workload: Batch size and length to measure, or None to describe only how the cache grows.
         unit: "tokens/s" if the model generates tokens, else "forwards/s".
     """
-    found = measure_generation(model, dtype, workload) if unit == "tokens/s" else None
-    if found is None:
+    generation = measure_generation(model, dtype, workload) if unit == "tokens/s" else None
+    if generation is None:
         return []
-    growth = f"cache: {format_bytes(found.per_token)} for each token of each sample"
-    if found.per_sample >= _MIN_REPORTED_BYTES:
-        growth += f", and {format_bytes(found.per_sample)} for each sample"
-    if workload is None or found.cache is None or found.logits is None:
+    growth = f"cache: {format_bytes(generation.per_token)} for each token of each sample"
+    if generation.per_sample >= _MIN_REPORTED_BYTES:
+        growth += f", and {format_bytes(generation.per_sample)} for each sample"
+    if workload is None or generation.cache is None or generation.logits is None:
         return [growth]
     samples = f"{workload.batch_size} sample{'s' if workload.batch_size > 1 else ''}"
     last = ""
-    if found.last_logits is not None:
-        last = f"; {format_bytes(found.last_logits)} if only the last token's are requested, as by generate()"
+    if generation.last_logits is not None:
+        last = f"; {format_bytes(generation.last_logits)} if only the last token's are requested, as by generate()"
     return [
-        f"{growth}; {format_bytes(found.cache)} for {samples} of {workload.num_tokens:,} tokens",
-        f"logits of all these tokens: {format_bytes(found.logits)}, counted with the activations{last}",
+        f"{growth}; {format_bytes(generation.cache)} for {samples} of {workload.num_tokens:,} tokens",
+        f"logits of all these tokens: {format_bytes(generation.logits)}, counted with the activations{last}",
     ]
 
 
 def _describe_ceiling(model: nn.Module, stored: WeightFiles | None, bandwidths: Bandwidths, unit: str) -> list[str]:
     disk, lines = bandwidths.get_disk_rate(), []
-    found = [f"{name} {format_bytes(rate)}/s" for name, rate in bandwidths.known.items() if rate is not None]
-    if found:
-        lines.append(f"measured: {', '.join(found)}")
+    measured = [f"{name} {format_bytes(rate)}/s" for name, rate in bandwidths.known.items() if rate is not None]
+    if measured:
+        lines.append(f"measured: {', '.join(measured)}")
     if stored is not None and disk is not None:
         size = sum(tensor.num_bytes for tensor in stored.tensors.values())
         lines.append(

@@ -231,22 +231,22 @@ class FakeRank:
 
     def list_caveats(self) -> list[str]:
         """Return the assumptions of a forecast for this layout, as sentences."""
-        found = [_OFFLOADED] if self._has_offload else []
+        caveats = [_OFFLOADED] if self._has_offload else []
         if self.layout.num_ranks == 1:
-            return found
-        found += [
+            return caveats
+        caveats += [
             f"for rank {self.rank:,} of {self.layout.num_ranks:,} ({self.strategy}); other ranks hold as much or less"
         ]
         if self.layout.ep > 1:
-            found.append(
+            caveats.append(
                 "ep: tokens are spread evenly over the experts here; in a run, a rank that is sent more of them takes more"
             )
         if self.device_type != "cpu":
-            found.append("NCCL's own buffers are not counted")
+            caveats.append("NCCL's own buffers are not counted")
         hooks = (self.options.ddp.comm_hook, self.options.ddp.comm_wrapper)
         if self.layout.is_replicas_only and any(hook is not DDPCommunicationHookType.NO for hook in hooks):
-            found.append("what DDP's communication hook needs besides the buckets is not counted")
-        return found
+            caveats.append("what DDP's communication hook needs besides the buckets is not counted")
+        return caveats
 
 
 def make_fake_rank(
@@ -268,12 +268,12 @@ def make_fake_rank(
             (context parallelism). Also if parameters are offloaded to host memory.
     """
     check_count(ranks=num_ranks, machine_ranks=machine_ranks)
-    asked = parse_layout(strategy)
-    if asked.is_deepspeed:
+    requested = parse_layout(strategy)
+    if requested.is_deepspeed:
         raise UnsupportedError(
             f"strategy={strategy!r} is DeepSpeed's engine, which cannot be forecast; fsdp shards what zero3 does, and can be"
         )
-    layout = asked.resolve(num_ranks, min(machine_ranks, num_ranks))
+    layout = requested.resolve(num_ranks, min(machine_ranks, num_ranks))
     for axis, what in (("pp", "pipeline stages"), ("cp", "parts of a sequence")):
         if getattr(layout, axis) > 1:
             raise UnsupportedError(

@@ -41,10 +41,10 @@ def make_transformers_adafactor(parameters: Iterable[nn.Parameter]) -> optim.Opt
         OptionalDependencyMissing: If transformers is not installed.
     """
     transformers = require("transformers", "optimizer='adafactor_transformers' needs", "transformers")
-    made: optim.Optimizer = transformers.Adafactor(
+    adafactor: optim.Optimizer = transformers.Adafactor(
         list(parameters), scale_parameter=False, relative_step=False, lr=1e-3
     )
-    return made
+    return adafactor
 
 
 def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bit") -> optim.Optimizer:
@@ -60,14 +60,14 @@ def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bi
     Raises:
         OptionalDependencyMissing: If torchao is not installed.
     """
-    found = require("torchao.optim", f"optimizer={name.lower()!r} needs", "torchao")
+    torchao_optim = require("torchao.optim", f"optimizer={name.lower()!r} needs", "torchao")
     from torchao.optim import subclass_4bit, subclass_8bit
 
     with disable_current_modes():  # torchao caches these quantization tables and reads their values
         for module in (subclass_4bit, subclass_8bit):
             module.get_qmap_signed()
             module.get_qmap_unsigned()
-    base: Any = getattr(found, name)
+    base: Any = getattr(torchao_optim, name)
 
     class UncompiledAdamW(base):
         def step(self, closure: Any = None) -> Any:

@@ -256,10 +256,10 @@ class Plan:
 
         Collectives are assumed to send along rings of ranks. The dict is empty if no step was planned.
         """
-        found: Counter[tuple[str, str]] = Counter()
+        sent_bytes: Counter[tuple[str, str]] = Counter()
         for exchange, volume in (self.exchanges or {}).items():
-            found[exchange.axis, exchange.kind] += round(exchange.count_sent_bytes(volume.num_bytes))
-        return dict(found)
+            sent_bytes[exchange.axis, exchange.kind] += round(exchange.count_sent_bytes(volume.num_bytes))
+        return dict(sent_bytes)
 
     def __str__(self) -> str:
         return "\n".join(describe_plan(self))
@@ -377,12 +377,12 @@ class Cost:
     bubble: float = 0.0
 
 
-def describe_plan(plan: Plan, found: Cost | None = None) -> list[str]:
+def describe_plan(plan: Plan, cost: Cost | None = None) -> list[str]:
     """Return a plan as lines of text, with all details.
 
     Args:
         plan: Plan to describe.
-        found: Cost of the plan, or None to leave it out.
+        cost: Cost of the plan, or None to leave it out.
     """
     sizes = " x ".join(f"{size} {axis}" for axis, size in plan.layout.sizes.items()) or "one process"
     lines = [
@@ -406,13 +406,13 @@ def describe_plan(plan: Plan, found: Cost | None = None) -> list[str]:
     else:
         lines.append("one update sends nothing")
     lines.append(f"one update computes {format_number((plan.flops or 0) / 1e12)} TFLOP per rank")
-    if found is not None:
+    if cost is not None:
         parts = [
-            f"computing {format_duration(found.compute)}",
-            *(f"{axis} {format_duration(s)}" for axis, s in found.by_axis.items()),
-            *([f"waiting for other stages {format_duration(found.bubble)}"] if plan.stages else []),
+            f"computing {format_duration(cost.compute)}",
+            *(f"{axis} {format_duration(s)}" for axis, s in cost.by_axis.items()),
+            *([f"waiting for other stages {format_duration(cost.bubble)}"] if plan.stages else []),
         ]
-        lines.append(f"at least {format_duration(found.seconds)} ({', '.join(parts)}); it waits for {found.bottleneck}")
+        lines.append(f"at least {format_duration(cost.seconds)} ({', '.join(parts)}); it waits for {cost.bottleneck}")
     return lines
 
 

@@ -437,12 +437,12 @@ def make_function_source(function: Callable[[], Any], text: str) -> ModelSource:
     return ModelSource(title, make_model, step, 0, shown, bool(getattr(model, "_tp_plan", None)))
 
 
-def _split_result(made: Any, text: str) -> tuple[nn.Module, Step | None]:
-    if isinstance(made, nn.Module):
-        return made, None
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-        return made[0], made[1]
+def _split_result(result: Any, text: str) -> tuple[nn.Module, Step | None]:
+    if isinstance(result, nn.Module):
+        return result, None
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module) and callable(result[1]):
+        return result[0], result[1]
     raise ConfigError(
-        f"{text} returned {type(made).__name__}; it must return a torch.nn.Module, or (module, step) where step(module) returns the "
-        "loss of one batch"
+        f"{text} returned {type(result).__name__}; it must return a torch.nn.Module, or (module, step) where step(module) returns "
+        "the loss of one batch"
     )

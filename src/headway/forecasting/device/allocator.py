@@ -81,11 +81,11 @@ def separate_unsure(events: list[MemoryEvent]) -> tuple[list[MemoryEvent], int]:
 
 def compute_exact_peak(events: list[MemoryEvent]) -> int:
     """Return the maximum number of bytes in use, without rounding requests up to the allocator's block size."""
-    held = most = 0
+    in_use = peak = 0
     for event in events:
-        held += event.num_bytes
-        most = max(most, held)
-    return most
+        in_use += event.num_bytes
+        peak = max(peak, in_use)
+    return peak
 
 
 def split_by_kind(events: list[MemoryEvent], index: int) -> dict[str, int]:
@@ -93,10 +93,10 @@ def split_by_kind(events: list[MemoryEvent], index: int) -> dict[str, int]:
 
     Kinds that use no memory are left out.
     """
-    held: dict[str, int] = {}
+    bytes_by_kind: dict[str, int] = {}
     for event in events[: index + 1]:
-        held[event.kind] = held.get(event.kind, 0) + event.num_bytes
-    return {kind: held[kind] for kind in KINDS if held.get(kind)}
+        bytes_by_kind[event.kind] = bytes_by_kind.get(event.kind, 0) + event.num_bytes
+    return {kind: bytes_by_kind[kind] for kind in KINDS if bytes_by_kind.get(kind)}
 
 
 @dataclass(slots=True, eq=False)
@@ -157,13 +157,13 @@ class _Pool:
         Args:
             size: Bytes that the block must have.
         """
-        found: _Block | None = None
+        best: _Block | None = None
         for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
             block = self.blocks[self.free[index][1]]
-            if found is not None and self._compute_reach(block) >= self._compute_reach(found):
+            if best is not None and self._compute_reach(block) >= self._compute_reach(best):
                 break
-            found = block
-        return found
+            best = block
+        return best
 
     def _compute_reach(self, block: _Block) -> int:
         """Return the block's size in bytes, plus the bytes by which it can grow in an expandable segment."""

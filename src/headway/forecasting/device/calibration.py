@@ -88,9 +88,10 @@ def read_records(path: Path) -> dict[str, CalibrationRecord]:
         ConfigError: If the file cannot be read, or does not contain calibration records.
     """
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        records = parse_json(path.read_text(encoding="utf-8"))
         return {
-            name: CalibrationRecord(**{**each, "capability": tuple(each["capability"])}) for name, each in found.items()
+            name: CalibrationRecord(**{**each, "capability": tuple(each["capability"])})
+            for name, each in records.items()
         }
     except FileNotFoundError:
         return {}
@@ -134,8 +135,8 @@ def read_device_properties() -> tuple[str, int, tuple[int, int]]:
             "there is no CUDA device here, so nothing can be measured and device='this' cannot be used; run this on the machine with "
             "the GPU, or give a device listed in docs/forecast.md"
         )
-    about = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return about.name, about.total_memory, (about.major, about.minor)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.name, properties.total_memory, (properties.major, properties.minor)
 
 
 def measure_overhead() -> CalibrationRecord:
@@ -149,21 +150,21 @@ def measure_overhead() -> CalibrationRecord:
     name, memory, capability = read_device_properties()
     import torch
 
-    free, _ = torch.cuda.mem_get_info()
+    free_before, _ = torch.cuda.mem_get_info()
     worker = subprocess.Popen(
         [sys.executable, "-c", _WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert worker.stdout is not None
     line = worker.stdout.readline()
-    left, _ = torch.cuda.mem_get_info()
+    free_after, _ = torch.cuda.mem_get_info()
     _, message = worker.communicate("")
     if not line:
-        last = (message.strip() or "it ended without a message").splitlines()[-1]
+        last_line = (message.strip() or "it ended without a message").splitlines()[-1]
         raise DeviceUnavailable(
-            f"the work to be measured failed on {name}: {last}. Free memory on it, or check its driver with nvidia-smi"
+            f"the work to be measured failed on {name}: {last_line}. Free memory on it, or check its driver with nvidia-smi"
         )
-    held: dict[str, Any] = json.loads(line)
-    overhead = free - left - int(held["reserved"])
+    statistics: dict[str, Any] = json.loads(line)
+    overhead = free_before - free_after - int(statistics["reserved"])
     return CalibrationRecord(
-        name, memory, capability, overhead, int(held["kept"]), torch.__version__, date.today().isoformat()
+        name, memory, capability, overhead, int(statistics["kept"]), torch.__version__, date.today().isoformat()
     )

@@ -180,9 +180,9 @@ def _size_distances(args: tuple[Any, ...]) -> list[int]:
         args: The two sets of points.
     """
     one, two = args[:2]
-    wide, size = one.shape[-1] + 2, one.element_size()
-    found = prod(one.shape[:-1]) * two.shape[-2] * size
-    return [prod(one.shape[:-1]) * wide * size, max(prod(two.shape[:-1]) * wide * size, one.nbytes - found)]
+    width, size = one.shape[-1] + 2, one.element_size()
+    result_bytes = prod(one.shape[:-1]) * two.shape[-2] * size
+    return [prod(one.shape[:-1]) * width * size, max(prod(two.shape[:-1]) * width * size, one.nbytes - result_bytes)]
 
 
 def _size_masked_rows(args: tuple[Any, ...]) -> list[int]:

@@ -159,8 +159,8 @@ def _make_layers(name: str, mode: int) -> Callable[..., Any]:
         hidden = hx.shape[-1] if cx is None else cx.shape[-1]
         projected = hx.shape[-1] if cx is not None and hx.shape[-1] != hidden else 0
         shape = (mode, hidden, projected, num_layers, batch_first, dropout, train, two_ways)
-        found = torch.ops.aten._cudnn_rnn(tokens, weights, tensors_per_layer, buffer, hx, cx, *shape, [], None)
-        return found[:3] if mode == 2 else found[:2]
+        results = torch.ops.aten._cudnn_rnn(tokens, weights, tensors_per_layer, buffer, hx, cx, *shape, [], None)
+        return results[:3] if mode == 2 else results[:2]
 
     return run
 

@@ -35,12 +35,12 @@ def make_sum_rules(processors: int, threads: int) -> dict[str, Sizes]:
         threads: Maximum number of resident threads per streaming multiprocessor.
     """
     sizes = partial(_size_sum, processors, threads)
-    found: dict[str, Sizes] = {f"aten::{name}": sizes for name in ("sum", "mean")}
+    rules: dict[str, Sizes] = {f"aten::{name}": sizes for name in ("sum", "mean")}
     # A variance has four parts: a mean, a sum of squares and two counts.
-    found |= dict.fromkeys(
+    rules |= dict.fromkeys(
         (f"aten::{name}" for name in ("var", "std", "var_mean", "std_mean")), partial(sizes, parts=4)
     )
-    return found | {"aten::linalg_vector_norm": lambda args: sizes((args[0], *args[2:]))}
+    return rules | {"aten::linalg_vector_norm": lambda args: sizes((args[0], *args[2:]))}
 
 
 class _Dimension(NamedTuple):

@@ -42,8 +42,8 @@ class _ValuelessCopies(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
-            memo[id(tensor)] = made = _make_like(tensor, self._device)
-            return made
+            memo[id(tensor)] = valueless = _make_like(tensor, self._device)
+            return valueless
         if func is torch.Tensor.clone:  # copies parameters that belong to no module
             return _make_like(args[0], self._device)
         return func(*args, **(kwargs or {}))

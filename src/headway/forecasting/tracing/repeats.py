@@ -95,7 +95,7 @@ def find_blocks(model: nn.Module) -> RepeatedBlocks | None:
 
     If there are several lists of repeated blocks, the one with the most modules is used.
     """
-    found: list[tuple[int, RepeatedBlocks]] = []
+    candidates: list[tuple[int, RepeatedBlocks]] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < FEWEST:
             continue
@@ -107,9 +107,9 @@ def find_blocks(model: nn.Module) -> RepeatedBlocks | None:
                 start -= 1
             repeated = RepeatedBlocks(path, len(blocks), period, start)
             if repeated.count >= FEWEST:
-                found.append((sum(1 for block in blocks[start:] for _ in block.modules()), repeated))
+                candidates.append((sum(1 for block in blocks[start:] for _ in block.modules()), repeated))
                 break
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    return max(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
 
 def _describe_blocks(blocks: Sequence[nn.Module]) -> list[Any]:
@@ -183,9 +183,9 @@ def trace_repeated(
     try:
         second = trace(TRACED + 1)
         for proof in proofs:
-            found = proof.apply_to(second, count)
-            if found is not None:
-                return found
+            extrapolated = proof.apply_to(second, count)
+            if extrapolated is not None:
+                return extrapolated
         first = trace(TRACED)
         pieces = _find_pieces(_make_tokens(first), _make_tokens(second))
         if pieces is None:
@@ -468,16 +468,18 @@ def _find_addition(ahead: list[_EventToken], long: list[_EventToken], begin: int
         long: Event descriptions of the trace with one repetition more.
         begin: Index in `long`.
     """
-    found: list[_EventToken] | None = None
-    longest = 0
+    best: list[_EventToken] | None = None
+    most_matches = 0
     for size in range(1, min(begin, len(long) - begin) + 1):
-        follows = sum(1 for _ in takewhile(bool, map(_merge_tokens, ahead, long[begin + size : begin + size + _AHEAD])))
-        if follows <= longest and found is not None:
+        num_matches = sum(
+            1 for _ in takewhile(bool, map(_merge_tokens, ahead, long[begin + size : begin + size + _AHEAD]))
+        )
+        if num_matches <= most_matches and best is not None:
             continue
         added = [token for token in map(_merge_tokens, long[begin - size : begin], long[begin : begin + size]) if token]
         if len(added) == size:
-            found, longest = added, follows
-    return found
+            best, most_matches = added, num_matches
+    return best
 
 
 @pause_garbage_collection()

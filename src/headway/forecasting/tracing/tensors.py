@@ -43,11 +43,11 @@ def make_empty_like(tensor: torch.Tensor, device: torch.device | str = "cpu") ->
         tensor: Tensor to imitate. If it is a parameter, the result is a parameter, too.
         device: Device of the new tensor. Default: "cpu".
     """
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    made.__dict__.update({key: value for key, value in tensor.__dict__.items() if key not in made.__dict__})
-    return made
+        empty = nn.Parameter(empty, tensor.requires_grad)
+    empty.__dict__.update({key: value for key, value in tensor.__dict__.items() if key not in empty.__dict__})
+    return empty
 
 
 def make_largest_result(func: Any, args: tuple[Any, ...]) -> Any:

@@ -649,15 +649,15 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             self.events.append(MemoryEvent(known.key, -known.num_bytes, "resize_"))
 
     def _list_caveats(self) -> tuple[str, ...]:
-        found: list[str] = []
+        caveats: list[str] = []
         if self._device.is_cuda:
-            found += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
+            caveats += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
         if self._graphs:
-            found.append(
+            caveats.append(
                 "compiled code is counted with the buffers that inductor plans for a CPU; on a GPU it fuses a little differently"
             )
         if self._is_bounded:
-            found.append(
+            caveats.append(
                 "sizes that depend on values (nonzero, unique, masks as indices, the lengths of CTC's targets) are taken at their "
                 "largest, so a run takes as much or less"
             )
@@ -667,5 +667,5 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
             if name.partition("::")[0] not in NAMESPACES and name not in self._early_scratch
         )
         if foreign:
-            found.append(f"what these operations need besides their results is not known: {', '.join(foreign)}")
-        return tuple(found)
+            caveats.append(f"what these operations need besides their results is not known: {', '.join(foreign)}")
+        return tuple(caveats)

@@ -59,13 +59,13 @@ class RankBoxes:
                 for length, each in zip(tensor.shape, cuts)
             ]
             by_place: dict[Any, list[Box]] = {}  # ranks with equal coordinates along the sharding axes share one list
-            found = []
+            boxes_by_rank = []
             for coordinates in self._coordinates:
                 place = tuple(tuple(coordinates[mesh.mesh_dim_names[axis]] for axis, _ in each) for each in cuts)
                 if place not in by_place:
                     by_place[place] = _combine_ranges([state[at] for state, at in zip(ranges, place)])
-                found.append(by_place[place])
-            self._known[key] = found
+                boxes_by_rank.append(by_place[place])
+            self._known[key] = boxes_by_rank
         return self._known[key]
 
 

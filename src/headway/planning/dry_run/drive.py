@@ -215,7 +215,7 @@ class PipelineDriver(StepDriver):
             return
 
         def compute_loss(piece: Tree) -> torch.Tensor:
-            found: torch.Tensor = forward.run_within(lambda: step.loss(model, piece))
-            return found
+            loss: torch.Tensor = forward.run_within(lambda: step.loss(model, piece))
+            return loss
 
         self.run_backward(self._strategy.compute_loss(compute_loss, step.inputs(), None, "mean"))

@@ -93,8 +93,8 @@ class RealTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors or any(map(is_fake, tensors)):
-            made = make_grouped_product(func, args)
-            return func(*args, **kwargs) if made is None else made
+            product = make_grouped_product(func, args)
+            return func(*args, **kwargs) if product is None else product
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
@@ -112,11 +112,11 @@ def _make_chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.
     """
     size = tensor.size(dim)
     length = -(-size // chunks)
-    whole, rest = divmod(size, length) if length else (0, 0)
-    found = [tensor.narrow(dim, 0, length)] * whole
+    num_full, rest = divmod(size, length) if length else (0, 0)
+    all_chunks = [tensor.narrow(dim, 0, length)] * num_full
     if rest:
-        found.append(tensor.narrow(dim, size - rest, rest))
-    return found + [tensor.narrow(dim, 0, 0)] * (chunks - len(found))
+        all_chunks.append(tensor.narrow(dim, size - rest, rest))
+    return all_chunks + [tensor.narrow(dim, 0, 0)] * (chunks - len(all_chunks))
 
 
 class FakeCollectives(Collectives):
@@ -223,10 +223,10 @@ class _GatheredObjects(list[Any]):
     """
 
     def __getitem__(self, rank: Any) -> Any:
-        found = super().__getitem__(rank)
-        if found is _NOT_STORED:
+        obj = super().__getitem__(rank)
+        if obj is _NOT_STORED:
             raise ObjectNotReady
-        return found
+        return obj
 
     def __iter__(self) -> Any:
         return (self[rank] for rank in range(len(self)))

@@ -207,11 +207,12 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def name_axes(ranks: list[int], layout: Layout) -> str:
     """Return the axes along which the given ranks differ, joined by "x", or "world" if the layout has no such axis."""
-    found, stride = [], layout.num_ranks
+    axes, stride = [], layout.num_ranks
     for axis, size in layout.sizes.items():  # find_coordinates() would be slow for thousands of ranks
         stride //= size
-        found += [axis] if len({rank // stride % size for rank in ranks}) > 1 else []
-    return "x".join(found) or "world"
+        if len({rank // stride % size for rank in ranks}) > 1:
+            axes.append(axis)
+    return "x".join(axes) or "world"
 
 
 def _get_group_name(args: tuple[Any, ...]) -> str:

@@ -225,8 +225,8 @@ class ScriptDryRun:
         """Stop tracking and return the trace, with caveats about values that were read and updates that are missing."""
         self.tracker.enter_phase("end")
         self._tracing_contexts.close()
-        found, late = self.tracker.build_trace(), self._list_late()
-        caveats = list(found.caveats)
+        trace, late = self.tracker.build_trace(), self._list_late()
+        caveats = list(trace.caveats)
         if self.tracker.read_at:
             lines = ", ".join(self.tracker.read_at)
             caveats.append(
@@ -240,7 +240,7 @@ class ScriptDryRun:
                 f"when another had made {self.num_updates} updates and the trace ended, so their state, and maybe gradients, "
                 "are missing"
             )
-        return replace(found, caveats=tuple(caveats))
+        return replace(trace, caveats=tuple(caveats))
 
 
 class DryRunLoader:

@@ -73,13 +73,13 @@ def count_state_bytes(parameters: Sequence[torch.Tensor], states: Sequence[State
         parameters: Parameters on this rank.
         states: Bytes of each parameter's optimizer state.
     """
-    rank, found = _get_rank(), 0
+    rank, num_bytes = _get_rank(), 0
     for parameter, state in zip(parameters, states):
         if state.owner is None:
-            found += get_local_shard(parameter).numel() * state.per_element + state.fixed
+            num_bytes += get_local_shard(parameter).numel() * state.per_element + state.fixed
         elif state.owner == rank:
-            found += parameter.numel() * state.per_element + state.fixed
-    return found
+            num_bytes += parameter.numel() * state.per_element + state.fixed
+    return num_bytes
 
 
 def _get_rank() -> int:

@@ -101,7 +101,7 @@ def _find_sharding_axes(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
     if not isinstance(tensor, DTensor):
         return {}
     names: Sequence[str] = tensor.device_mesh.mesh_dim_names or ()
-    found: dict[int, list[str]] = {}
+    axes_by_dim: dict[int, list[str]] = {}
     is_strided = any(
         not isinstance(placement, Shard) and hasattr(placement, "split_factor") for placement in tensor.placements
     )
@@ -110,8 +110,8 @@ def _find_sharding_axes(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
     # placement indicates this order.
     for name, placement in reversed(placed) if is_strided else placed:
         if placement.is_shard() or hasattr(placement, "split_factor"):
-            found.setdefault(placement.dim, []).append(name)  # type: ignore[attr-defined]
-    return {dim: tuple(axes) for dim, axes in found.items()}
+            axes_by_dim.setdefault(placement.dim, []).append(name)  # type: ignore[attr-defined]
+    return {dim: tuple(axes) for dim, axes in axes_by_dim.items()}
 
 
 class RankCoordinates:
@@ -185,11 +185,11 @@ def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
     A storage that several tensors share counts once.
     """
-    found = {
+    bytes_by_address = {
         storage._cdata: storage.nbytes()
         for storage in (get_local_shard(tensor).untyped_storage() for tensor in tensors)
     }
-    return sum(found.values())
+    return sum(bytes_by_address.values())
 
 
 @dataclass(frozen=True)
@@ -512,11 +512,11 @@ def _collect_counts(run: StepDryRun) -> dict[Hashable, int]:
 
     The key of a count is the name of its field. If the field is a dict, the key is a pair that identifies the entry.
     """
-    found: dict[Hashable, int] = {name: getattr(run, name) for name in _COUNTS}
-    found |= {("flops", phase): number for phase, number in (run.flops or {}).items()}
+    counts: dict[Hashable, int] = {name: getattr(run, name) for name in _COUNTS}
+    counts |= {("flops", phase): number for phase, number in (run.flops or {}).items()}
     for key, volume in (run.volumes or {}).items():
-        found |= {(key, name): number for name, number in asdict(volume).items()}
-    return found
+        counts |= {(key, name): number for name, number in asdict(volume).items()}
+    return counts
 
 
 def _extrapolate_counts(runs: Sequence[dict[Hashable, int]], ahead: int) -> dict[Hashable, int] | None:

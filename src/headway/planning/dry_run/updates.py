@@ -159,8 +159,8 @@ def find_fullest_owner(
         if prepare is not None:
             prepare(model)
         with run_as_rank(model, layout, 0, machine_ranks, "no", options):
-            made = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-            owners = find_owners(made, options, layout.num_ranks)
+            torch_optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+            owners = find_owners(torch_optimizer, options, layout.num_ranks)
             for parameter, owner in owners.items():
                 # Boxes that do not span whole rows are copied once more, to make them contiguous.
                 num_received = sum(
