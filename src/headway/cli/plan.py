@@ -69,7 +69,7 @@ def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, 
         machine_ranks=cluster.machine_ranks,
     )
     comparison = compare_layouts(
-        plan_layout, strategy or list_candidates(ranks, cluster.machine_ranks, source.has_plan), cluster
+        plan_layout, strategy or list_candidates(ranks, cluster.machine_ranks, source.has_tp_plan), cluster
     )
     if len(strategy) == 1 and comparison.rows[0].plan is None:
         raise ConfigError(comparison.rows[0].reason)

@@ -212,18 +212,18 @@ def _resolve_layout(strategy: str, num_ranks: int, machine_ranks: int) -> Layout
     return requested.resolve(num_ranks, machine_ranks)
 
 
-def list_candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:
+def list_candidates(num_ranks: int, machine_ranks: int, has_tp_plan: bool = False) -> Sequence[str]:
     """Return the names of the layouts that are compared by default.
 
     Args:
         num_ranks: World size of the run.
         machine_ranks: Ranks per machine.
-        has_plan: Whether the model defines how tensor parallelism splits its weight matrices.
+        has_tp_plan: Whether the model defines how tensor parallelism splits its weight matrices.
     """
     candidates = ["ddp", "fsdp"]
     inside = [size for size in (machine_ranks, 2 * machine_ranks, 8 * machine_ranks) if size < num_ranks]
     candidates += [f"hsdp={size}" for size in inside if size > 1 and num_ranks % size == 0]
-    if has_plan and 1 < machine_ranks < num_ranks and num_ranks % machine_ranks == 0:
+    if has_tp_plan and 1 < machine_ranks < num_ranks and num_ranks % machine_ranks == 0:
         candidates.append(f"fsdp+tp={machine_ranks}")
     return candidates
 

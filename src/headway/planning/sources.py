@@ -45,7 +45,7 @@ class ModelSource:
             call the model, or if the user's function returns no step.
         tokens: Tokens in the batch of `step`, or 0 if unknown.
         batch: Description of the batch for the user.
-        has_plan: Whether the model defines how tensor parallelism splits its weights.
+        has_tp_plan: Whether the model defines how tensor parallelism splits its weights.
     """
 
     title: str
@@ -53,7 +53,7 @@ class ModelSource:
     step: Step | None
     tokens: int
     batch: str
-    has_plan: bool = False
+    has_tp_plan: bool = False
 
 
 def find_source(text: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> ModelSource:
@@ -174,9 +174,9 @@ def make_config_source(
     model = make_model()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
-    has_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
+    has_tp_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
     step, tokens, shown = _make_step(model, where, batch, sequence, task)
-    return ModelSource(title, make_model, step, tokens, shown, has_plan)
+    return ModelSource(title, make_model, step, tokens, shown, has_tp_plan)
 
 
 def _make_step(

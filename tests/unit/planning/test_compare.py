@@ -205,7 +205,7 @@ def test_without_a_step_only_weights_are_known():
 
 
 def test_candidates_divide_the_ranks():
-    assert list_candidates(64, 8, has_plan=True) == ["ddp", "fsdp", "hsdp=8", "hsdp=16", "fsdp+tp=8"]
+    assert list_candidates(64, 8, has_tp_plan=True) == ["ddp", "fsdp", "hsdp=8", "hsdp=16", "fsdp+tp=8"]
     assert list_candidates(6, 8) == ["ddp", "fsdp"]
 
 

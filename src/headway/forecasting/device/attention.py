@@ -30,11 +30,13 @@ def size_flash_backward(args: tuple[Any, ...]) -> list[int]:
     Args:
         args: Arguments of the backward operation.
     """
-    query = args[1]
-    samples, heads, length, width = query.shape
-    padded, wide = -(-length // 128) * 128, -(-width // 32) * 32
-    copies = [*_size_copy(args[0]), *_size_copy(args[4])]
-    return [*copies, samples * heads * padded * 4, samples * heads * padded * wide * 4, *size_grouped_gradients(args)]
+    output_grad, query, outputs = args[0], args[1], args[4]
+    samples, heads, length, head_size = query.shape
+    padded_length, padded_head_size = -(-length // 128) * 128, -(-head_size // 32) * 32
+    row_sum_bytes = samples * heads * padded_length * 4
+    query_grad_bytes = row_sum_bytes * padded_head_size
+    copies = [*_size_copy(output_grad), *_size_copy(outputs)]
+    return [*copies, row_sum_bytes, query_grad_bytes, *size_grouped_gradients(args)]
 
 
 def _size_copy(tensor: torch.Tensor) -> list[int]:
@@ -55,8 +57,10 @@ def size_grouped_gradients(args: tuple[Any, ...]) -> list[int]:
         args: Arguments of the backward operation.
     """
     query, key = args[1], args[2]
-    samples, heads, _, width = query.shape
-    return [samples * heads * key.shape[2] * width * key.element_size()] * 2 if key.shape[1] != heads else []
+    samples, heads, _, head_size = query.shape
+    if key.shape[1] == heads:
+        return []
+    return [samples * heads * key.shape[2] * head_size * key.element_size()] * 2
 
 
 def size_efficient_backward(args: tuple[Any, ...]) -> list[int]:
@@ -71,17 +75,21 @@ def size_efficient_backward(args: tuple[Any, ...]) -> list[int]:
         args: Arguments of the backward operation.
     """
     query, key = args[1], args[2]
-    samples, heads, length, width = query.shape
+    samples, heads, length, head_size = query.shape
     is_half = query.dtype in HALVES
-    rows = samples * heads * length * 4
-    high = 128 if is_half and width > 64 else 64
-    wide = 128 if 64 < width <= 128 else 64
-    blocks, across = samples * heads * -(-length // high), -(-width // wide)
-    room = blocks * across * (high * wide * 4 + 16)
-    if is_half and width > 128:
-        room += samples * heads * 2 * -(-key.shape[2] // 128) * 128 * -(-width // 128) * 128 * 4
-    product = [rows] if is_half else [query.nbytes, rows, rows, -rows, -query.nbytes]
-    return [*_size_copy(args[0]), *product, room]
+    row_sum_bytes = samples * heads * length * 4
+    # In half precision, the kernel itself computes the row sums. In float32, torch multiplies and sums before the kernel.
+    row_sums = [row_sum_bytes]
+    if not is_half:
+        row_sums = [query.nbytes, row_sum_bytes, row_sum_bytes, -row_sum_bytes, -query.nbytes]
+    block_height = 128 if is_half and head_size > 64 else 64
+    block_width = 128 if 64 < head_size <= 128 else 64
+    num_blocks = samples * heads * -(-length // block_height) * -(-head_size // block_width)
+    accumulator_bytes = num_blocks * (block_height * block_width * 4 + 16)  # 16 bytes for the lock of each block
+    if is_half and head_size > 128:
+        padded_length, padded_head_size = -(-key.shape[2] // 128) * 128, -(-head_size // 128) * 128
+        accumulator_bytes += 2 * samples * heads * padded_length * padded_head_size * 4
+    return [*_size_copy(args[0]), *row_sums, accumulator_bytes]
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def trace_step(
             except HeadwayError:
                 raise
             except Exception as error:
-                raise make_trace_error(error, tracker.last) from error
+                raise make_trace_error(error, tracker.last_operation) from error
             return tracker.build_trace()
 
     extrapolated = None if blocks is None else trace_repeated(trace_model, blocks.count, proofs)

@@ -275,7 +275,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
     Attributes:
         events: Events so far.
         phases: Index of the first event of each phase so far.
-        last: Name of the last operation, for error messages.
+        last_operation: Name of the last operation that was traced, or "" before the first, for error messages.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[MemoryEvent] = []
         self.phases: dict[str, int] = {}
-        self.last = ""
+        self.last_operation = ""
         self._device = device
         self._early_scratch, self._late_scratch = kernels.list_scratch_rules(device)
         self._storage_rules = kernels.list_storage_rules(device)
@@ -326,7 +326,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if name == _WAIT and isinstance(args[0], FakeTensor):
             return args[0]  # torch returns a real tensor itself, but allocates a copy of a fake one
         self._gathered.check_sizes()
-        self.last = name
+        self.last_operation = name
         self._operations[name] += 1
         self._record_unsure_workspace(name, args)
         early_sizes = self._early_scratch[name](args) if name in self._early_scratch else ()

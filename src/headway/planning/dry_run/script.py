@@ -388,7 +388,7 @@ def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tu
     except BaseException as error:
         if dry_run.num_updates < NUM_UPDATES:
             if isinstance(error, Exception) and dry_run.is_running:
-                raise make_trace_error(error, dry_run.tracker.last) from error
+                raise make_trace_error(error, dry_run.tracker.last_operation) from error
             raise
         if not isinstance(error, Exception | ScriptFinished):
             raise
