@@ -16,7 +16,7 @@ def get_levels_and_texts(findings):
 def test_healthy_machine_has_no_bad_findings():
     findings = list(doctor.examine_machine({}, CheckedRun()))
     assert [finding.format_text() for finding in findings if finding.level == "bad"] == []
-    assert findings[0].what.startswith("headway ")
+    assert findings[0].description.startswith("headway ")
 
 
 def test_gpu_driver_with_a_cpu_build_of_torch_is_bad(tmp_path, monkeypatch):
