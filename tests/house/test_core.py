@@ -8,8 +8,11 @@ from headway.core import extensions
 from headway.errors import ConfigError
 from scripts.core import count_lines, find_closure, find_leaks, find_modules, is_extension, read_registry
 
-MAX_LINES = 29_000
-"""Maximum number of code lines in all core modules that `import headway.accelerator` can reach."""
+MAX_LINES = 32_000
+"""Maximum number of code lines in all core modules that `import headway.accelerator` can reach.
+
+It is an alarm for features that belong in an extension, not a budget: plain statements may take more lines.
+"""
 
 
 def test_the_accelerator_reaches_no_extension() -> None:
