@@ -149,7 +149,7 @@ _RANK_KINDS = ("loaders", "streams")
 """Keys of the states that differ between ranks: data positions and RNG states. Each rank saves its own."""
 
 
-class _RankState(NamedTuple):
+class _SentState(NamedTuple):
     """Part of a checkpoint that each rank sends to all others.
 
     Attributes:
@@ -249,7 +249,7 @@ class MemoryTier:
             return
         self._start_job(job, [rank_state for _, rank_state in reports])
 
-    def _prepare_job(self) -> tuple[writer.SaveJob, _RankState]:
+    def _prepare_job(self) -> tuple[writer.SaveJob, _SentState]:
         """Create this rank's save job, and a marker file that shows the ranks of this machine that it will write.
 
         Returns:
@@ -271,9 +271,9 @@ class MemoryTier:
             self._neighbors.announce(job.staging)
         writer.mark_as_writing(job)
         self._next_number += 1
-        return job, _RankState(states, tensors, about)
+        return job, _SentState(states, tensors, about)
 
-    def _start_job(self, job: writer.SaveJob, rank_states: Sequence[_RankState]) -> None:
+    def _start_job(self, job: writer.SaveJob, rank_states: Sequence[_SentState]) -> None:
         """Start to copy the tensors of a save job to host memory, and to write them in the background.
 
         A failure is not raised, but reported when the next checkpoint is due.
