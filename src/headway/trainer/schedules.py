@@ -9,7 +9,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from headway.errors import ConfigError
+from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
+from headway.trainer.optimizer import has_modes
+
+log = get_logger(__name__)
 
 # Each schedule is a function of the number of completed updates that returns a factor on the learning rate. `LearningRateFactor`
 # adds the warm-up. `num_training_steps` must have this name: a prepared scheduler reads its length from it.
@@ -17,6 +21,9 @@ from headway.trainer.arguments import TrainingArguments
 
 _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that do not depend on the total number of updates."""
+
+_CONSTANT = ("constant", "constant_with_warmup")
+"""Schedules that do not change the learning rate after the warm-up."""
 
 
 def _compute_progress(update: int, num_warmup_steps: int, num_training_steps: int) -> float:
@@ -136,7 +143,8 @@ class LearningRateFactor:
 def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, num_updates: int) -> Any:
     """Create the learning-rate schedule whose name is in the arguments. It must be stepped once per update.
 
-    The exception is ReduceLROnPlateau, which must be stepped once per evaluation, with the metric.
+    The exception is ReduceLROnPlateau, which must be stepped once per evaluation, with the metric. A schedule-free
+    optimizer with a schedule that changes the learning rate after the warm-up causes a warning.
 
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
@@ -148,6 +156,14 @@ def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, n
     """
     name, settings = args.lr_scheduler_type, dict(args.lr_scheduler_kwargs or {})
     function = SCHEDULES[name]
+    if has_modes(optimizer) and name not in _CONSTANT:
+        log.warning_once(
+            "%s is schedule-free: it averages weights instead of lowering the learning rate, and "
+            "lr_scheduler_type=%r lowers it, too. "
+            "Set lr_scheduler_type='constant', or 'constant_with_warmup'",
+            type(optimizer).__name__,
+            name,
+        )
     # A class or an optimizer that was given to the Trainer has a learning rate of its own.
     peak = float(optimizer.defaults.get("lr", args.learning_rate)) or 1.0
     try:

@@ -46,6 +46,14 @@ def train_by_hand(num_epochs):
     return losses, weights(model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_warned"), [("linear", True), ("constant", False), ("constant_with_warmup", False)]
+)
+def test_schedule_free_optimizer_with_a_schedule_is_warned_of(tmp_path, caplog, kind, is_warned):
+    train_schedule_free(tmp_path, lr_scheduler_type=kind, num_train_epochs=1)
+    assert ("AdamWScheduleFree is schedule-free" in caplog.text) == is_warned
+
+
 @pytest.mark.parametrize("has_own", [True, False])
 def test_schedule_free_optimizer_is_evaluated_and_saved_in_evaluation_mode(tmp_path, has_own):
     trainer = train_schedule_free(tmp_path, has_own)
