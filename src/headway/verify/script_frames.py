@@ -15,7 +15,7 @@ from headway.common.callsite import Frame, is_headway_file, is_user_file, walk_s
 
 _MOST_FRAMES = 120
 """Largest number of stack frames that are searched for a line of the script."""
-_OWN_CALLS = ("forward", "__call__", "run")
+_OWN_CALLS = ("forward", "__call__", "run", "run_forward")
 """Names of Headway functions that can be on the stack between the script and a torch call of the script's model."""
 _STEP_FILES = ("torch/optim/", "torch/nn/utils/clip_grad")
 """Parts of the paths of torch's source files whose torch calls belong to the optimizer step."""
