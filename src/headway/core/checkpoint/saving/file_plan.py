@@ -1,4 +1,4 @@
-"""Which rank writes which tensors of a checkpoint, into which files, and the manifest's entries for sharded tensors.
+"""Plan the files of a checkpoint: which rank writes which tensors, and the manifest's entries for sharded tensors.
 
 The unsharded tensors are divided among the ranks. Of a sharded tensor, each rank writes its own boxes. A box is a
 rectangular block of a tensor.
