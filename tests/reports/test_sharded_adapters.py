@@ -163,3 +163,18 @@ def test_saving_adapters_does_not_gather_the_base(tmp_path: Path) -> None:
             assert weights.keys() == expected.keys()
             for key, value in expected.items():
                 torch.testing.assert_close(weights[key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {way} {key}")
+
+
+def save_where_a_file_is(file: str) -> str:
+    """Return the name of the error that this rank gets if rank 0 cannot write the adapters."""
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = accelerator.prepare(build_adapter_model("lora"))
+    with pytest.raises(Exception) as caught:  # PEFT's own error on rank 0
+        FullWeights(accelerator.strategy, accelerator.runtime).save_adapters(model, file)
+    return type(caught.value).__name__
+
+
+def test_a_failed_save_of_adapters_reaches_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    names = run_ranks(save_where_a_file_is, 2, str(tmp_path / "file"))
+    assert names[1] == "CheckpointError"

@@ -16,7 +16,7 @@ from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
-from headway.core.training.gathered_tensors import gather_and_save, gather_state_dict
+from headway.core.training.gathered_tensors import gather_and_save, gather_state_dict, run_on_rank_0
 from headway.core.weights.compiled import accept_bare_names, remove_compiled_levels, rename_bare_items
 from headway.core.weights.export import (
     has_adapters,
@@ -125,13 +125,23 @@ class FullWeights:
             tensors: Tensors of the model, from `export`.
             folder: Directory or URL to write to.
             writer: Rank that writes. It is 0 if tensors are sharded.
+
+        Raises:
+            CheckpointError: On the other ranks, if tensors are sharded and rank 0 fails. Rank 0 raises its own error.
         """
+        is_gathered = any(map(is_sharded, tensors.values()))
         state = dict(tensors)
-        if any(map(is_sharded, tensors.values())):
+        if is_gathered:
             state = extensions.load("feature", "gather_written_tensors")(model, tensors, self._strategy.everyone)
-        if self._runtime.rank == writer:
+
+        def write_files() -> None:
             with open_writable(to_path(folder)) as local:
                 model.save_pretrained(local, state_dict=state)  # type: ignore[operator]
+
+        if is_gathered:  # all ranks are here, and must not wait for a rank 0 that could not write
+            run_on_rank_0(write_files, self._strategy.everyone)
+        elif self._runtime.rank == writer:
+            write_files()
 
     def save_pretrained(
         self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
