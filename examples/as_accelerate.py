@@ -2,7 +2,8 @@
 
     headway launch --as accelerate --cpu -n 2 examples/as_accelerate.py
 
-It imports nothing from Headway. Run with `python`, it uses Accelerate, if that is installed.
+It imports nothing from Headway. Run with `python`, it uses Accelerate, if that is installed. The last line names the library that
+ran, and the accuracy, about 98%.
 """
 
 import accelerate
@@ -28,10 +29,16 @@ def main() -> None:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    is_right = [accelerator.gather_for_metrics(model(inputs).argmax(1) == labels) for inputs, labels in loader]
+
+    num_correct, num_samples = 0, 0
+    for inputs, labels in loader:
+        with torch.no_grad():
+            predictions = model(inputs).argmax(dim=1)
+        predictions, labels = accelerator.gather_for_metrics((predictions, labels))
+        num_correct += (predictions == labels).sum().item()
+        num_samples += len(labels)
     library = "Headway" if hasattr(accelerate, "__headway_version__") else "Accelerate"
-    accuracy = torch.cat(is_right).float().mean().item()
-    accelerator.print(f"{library}, {accelerator.num_processes} process(es): accuracy {accuracy:.3f}")
+    accelerator.print(f"{library}, {accelerator.num_processes} process(es): accuracy {num_correct / num_samples:.3f}")
     accelerator.end_training()
 
 

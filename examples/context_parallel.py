@@ -2,8 +2,9 @@
 
     headway launch --cpu -n 2 examples/context_parallel.py
 
-The loop is the same as for one process. On one process, sequences stay whole. `--layout fsdp+cp=2` splits them within pairs of ranks,
-and each pair reads its own data. The loss does not depend on the number of ranks; with more ranks, each keeps less for the backward.
+The loop is the same as for one process. On one process, sequences stay whole. `--layout fsdp+cp=2` splits them within pairs of
+ranks, and each pair reads its own data. The script prints the last loss, which does not depend on the number of ranks, and how
+much memory each rank keeps for the backward, which falls as ranks are added.
 """
 
 import argparse
@@ -16,29 +17,41 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, set_seed
 
+NUM_TOKENS = 64
+
 
 class Block(nn.Module):
+    """Transformer block: causal attention and a perceptron, each added to its input."""
+
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.norm, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # [batch, length, 3 * width] -> three tensors [batch, heads, length, head width]
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         # Headway exchanges keys and values between the ranks inside this call.
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(*heads, is_causal=True)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.down(gelu(self.up(self.norm_2(x))))
 
 
 class GPT(nn.Module):
+    """Map int64[batch, length] tokens and the tokens that follow them to the mean loss."""
+
     def __init__(self, length: int, width: int = 64, num_heads: int = 4, num_blocks: int = 2) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(length, width)
+        self.tokens = nn.Embedding(NUM_TOKENS, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, NUM_TOKENS, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -50,16 +63,17 @@ class GPT(nn.Module):
 
 
 def make_counting_rows(num_rows: int, length: int) -> TensorDataset:
-    """Return rows of tokens that count up in steps of 1 to 4."""
-    first, step = torch.randint(0, 64, (num_rows, 1)), torch.randint(1, 5, (num_rows, 1))
-    return TensorDataset((first + step * torch.arange(length + 1)) % 64)
+    """Return rows of `length` + 1 tokens that count up in steps of 1 to 4."""
+    start = torch.randint(0, NUM_TOKENS, (num_rows, 1))
+    step = torch.randint(1, 5, (num_rows, 1))
+    return TensorDataset((start + step * torch.arange(length + 1)) % NUM_TOKENS)
 
 
 def main(arguments: list[str] | None = None) -> float:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layout", default="cp")
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=64)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", default="cp", help="layout of the ranks (default: cp)")
+    parser.add_argument("--length", type=int, default=256, help="tokens per sequence (default: 256)")
+    parser.add_argument("--rows", type=int, default=64, help="number of sequences (default: 64)")
     args = parser.parse_args(arguments)
 
     accelerator = Accelerator(strategy=args.layout)
@@ -69,10 +83,12 @@ def main(arguments: list[str] | None = None) -> float:
     loader = DataLoader(make_counting_rows(args.rows, args.length), batch_size=4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    saved_bytes: dict[int, int] = {}  # by storage, because several saved tensors can share one
+    # Bytes that autograd saves for the backward, by the address of the storage, which several saved tensors can share.
+    saved_bytes: dict[int, int] = {}
 
     def record_saved(tensor: torch.Tensor) -> torch.Tensor:
-        saved_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     for (rows,) in loader:

@@ -70,17 +70,16 @@ def main() -> None:
     run("3 of 3: both runs on one page", ["report", *runs, "--out", str(page)])
 
     print(f"\nLoss without trouble: {undisturbed:.6f}\nLoss with trouble:    {troubled:.6f}")
-    killed_at, resumed_at = (
-        re.search(r"update (\d+), micro-step", output),
-        re.search(r"resumed after (\d+) updates", output),
-    )
+    killed_at = re.search(r"update (\d+), micro-step", output)
+    resumed_at = re.search(r"resumed after (\d+) updates", output)
     if killed_at is None or resumed_at is None:
         raise SystemExit("the second run was not killed and resumed; see its output above")
     if undisturbed != troubled:
         print("The last digits differ because the split batch was summed in another order.")
-    lost = int(killed_at[1]) - int(resumed_at[1])
+    num_lost = int(killed_at[1]) - int(resumed_at[1])
     print(
-        f"The out-of-memory error cost one batch, which ran again in smaller micro-batches. The kill cost {lost} updates."
+        "The out-of-memory error cost one batch, which ran again in smaller micro-batches. "
+        f"The kill cost {num_lost} updates."
     )
     print(f"Open the report: file://{page}")
     if sys.stdout.isatty() and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):

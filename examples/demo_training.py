@@ -1,7 +1,9 @@
 """The training of the demo: a small byte-level GPT with checkpoints. `--trouble` causes an out-of-memory error and a kill.
 
-headway launch --cpu -n 2 examples/demo_training.py --folder runs/demo/undisturbed
-headway launch --cpu -n 2 --max_restarts 1 examples/demo_training.py --folder runs/demo/troubled --trouble
+    headway launch --cpu -n 2 examples/demo_training.py --folder runs/demo/undisturbed
+    headway launch --cpu -n 2 --max_restarts 1 examples/demo_training.py --folder runs/demo/troubled --trouble
+
+Both commands print the loss after 40 updates, which is the same up to rounding. examples/demo.py runs them one after the other.
 """
 
 import argparse
@@ -31,8 +33,10 @@ def limit_memory(num_bytes: int | None) -> None:
 
 def make_trouble(update: int, rank: int) -> None:
     """Limit the memory of rank 1 for one batch, and later kill rank 0."""
-    if rank == 1 and update in (OUT_OF_MEMORY_AT, OUT_OF_MEMORY_AT + 1):
-        limit_memory(SPARE_BYTES if update == OUT_OF_MEMORY_AT else None)
+    if rank == 1 and update == OUT_OF_MEMORY_AT:
+        limit_memory(SPARE_BYTES)
+    if rank == 1 and update == OUT_OF_MEMORY_AT + 1:
+        limit_memory(None)
     if rank == 0 and update == KILL_AT:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -60,22 +64,22 @@ def main() -> None:
         for batch in loader:
             if args.trouble and is_first_start:
                 make_trouble(accelerator.num_updates, accelerator.process_index)
-            total = torch.zeros(())
+            batch_loss = torch.zeros(())  # mean over the rows of this rank's batch
             for inputs, targets in accelerator.microbatches(batch):
                 with accelerator.accumulate(model):
                     loss = cross_entropy(model(inputs), targets)
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                total += loss.detach() * len(targets) / len(batch[1])
-            accelerator.log({"loss": accelerator.reduce(total, "mean").item()}, step=accelerator.num_updates)
+                batch_loss += loss.detach() * len(targets) / len(batch[1])
+            mean_loss = accelerator.reduce(batch_loss, "mean").item()
+            accelerator.log({"loss": mean_loss}, step=accelerator.num_updates)
             if accelerator.num_updates % SAVE_EVERY == 0:
                 accelerator.save_state()
             if accelerator.num_updates == NUM_UPDATES:
                 break
 
-    loss = accelerator.reduce(total, "mean").item()
-    accelerator.print(f"loss after {accelerator.num_updates} updates: {loss:.6f}")
+    accelerator.print(f"loss after {accelerator.num_updates} updates: {mean_loss:.6f}")
     accelerator.end_training()
 
 

@@ -1,9 +1,10 @@
 """Find a batch size before training: a memory forecast, a search that starts at its answer, and the training.
 
     python examples/forecast.py
-    headway launch examples/forecast.py --budget 8GiB
+    headway launch --cpu -n 2 examples/forecast.py --budget 16MiB
 
-On a GPU, the budget is the device's free memory. On a CPU, it is --budget.
+On a GPU, the budget is the device's free memory. On a CPU, it is --budget. The script prints the forecast with its largest batch,
+and the last loss of a training with batches of that size.
 """
 
 import argparse
@@ -29,8 +30,8 @@ def read_digits() -> TensorDataset:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3, help="default: 3")
     parser.add_argument("--budget", default="8MiB", help="memory budget on a CPU (default: 8MiB)")
     args = parser.parse_args()
     set_seed(0)
@@ -48,9 +49,9 @@ def main() -> int:
     accelerator.print(forecast.describe())
     del model
 
-    # Each process forecasts for its own device, so all of them start with the smallest answer.
-    answers = accelerator.gather(torch.tensor([forecast.largest_batch or 1], device=accelerator.device))
-    largest = min(max(1, int(answers.min())), len(data))
+    # Each process forecasts for its own device. All of them train with the smallest of these batch sizes.
+    forecast_sizes = accelerator.gather(torch.tensor([forecast.largest_batch or 1], device=accelerator.device))
+    largest = min(int(forecast_sizes.min()), len(data))
 
     @find_executable_batch_size(starting_batch_size=largest, search="largest", max_batch_size=largest)
     def try_batch_size(batch_size: int) -> int:
@@ -58,7 +59,8 @@ def main() -> int:
         accelerator.free_memory()
         model = build_model()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        inputs, classes = (tensor.to(accelerator.device) for tensor in data[:batch_size])
+        inputs, classes = data[:batch_size]
+        inputs, classes = inputs.to(accelerator.device), classes.to(accelerator.device)
         for _ in range(2):
             accelerator.backward(compute_loss(model(inputs), classes))
             optimizer.step()
@@ -77,9 +79,8 @@ def main() -> int:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    accelerator.print(
-        f"trained with batches of {batch_size}: last loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
-    )
+    last_loss = accelerator.reduce(loss.detach(), "mean").item()
+    accelerator.print(f"trained with batches of {batch_size}: last loss {last_loss:.3f}")
     accelerator.end_training()
     return batch_size
 

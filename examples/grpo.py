@@ -1,10 +1,12 @@
 """GRPO on a tiny sharded Llama, with completions that another process generates.
 
-    headway launch --cpu -n 2 examples/grpo.py      (pip install transformers)
+    pip install transformers
+    headway launch --cpu -n 2 examples/grpo.py
 
 In each update, rank 0 streams the sharded weights to a process that generates with transformers, without a file in between, and
-receives completions. The reward is the share of even tokens in a completion. The results are those of a loop on one process.
-examples/cookbook/grpo.py is a shorter form, in which the trained model itself generates.
+receives completions. The reward is the share of even tokens in a completion; the script prints its mean, which rises from 0.5.
+The results are those of a loop on one process. examples/cookbook/grpo.py is a shorter form, in which the trained model itself
+generates.
 """
 
 import argparse
@@ -17,14 +19,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headway import Accelerator, WeightChannel, set_seed
 
-VOCABULARY, PROMPT, COMPLETION = 32, 4, 12
-NUM_PROMPTS, GROUP = 4, 16
+VOCABULARY_SIZE, PROMPT_LENGTH, COMPLETION_LENGTH = 32, 4, 12
+NUM_PROMPTS, GROUP_SIZE = 4, 16
 
 
 def build_model():
     set_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY_SIZE, tie_word_embeddings=False, **sizes))
 
 
 # ---------------------------------------------------------------- generation in another process
@@ -33,21 +35,23 @@ def build_model():
 def complete(model, prompts, seed):
     """Return a group of completions of each prompt, with their prompts: [prompts x group, length]."""
     torch.manual_seed(seed)
-    rows = prompts.repeat_interleave(GROUP, 0)
-    options = {
-        "do_sample": True,
-        "top_k": 0,
-        "max_new_tokens": COMPLETION,
-        "min_new_tokens": COMPLETION,
-        "pad_token_id": 0,
-    }
-    return model.generate(rows, attention_mask=torch.ones_like(rows), **options)
+    rows = prompts.repeat_interleave(GROUP_SIZE, 0)
+    return model.generate(
+        rows,
+        attention_mask=torch.ones_like(rows),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=COMPLETION_LENGTH,
+        min_new_tokens=COMPLETION_LENGTH,
+        pad_token_id=0,
+    )
 
 
 def run_generator(requests, connection):
     """For each request, load the weights that arrive, and send back completions. Stop at None."""
     torch.set_num_threads(1)
     model, weights = build_model().eval(), WeightChannel(connection, "the trainer")
+    requests.send("ready")
     while (request := requests.recv()) is not None:
         prompts, seed = request
         for bucket in weights.receive():
@@ -56,8 +60,8 @@ def run_generator(requests, connection):
         requests.send(complete(model, torch.tensor(prompts), seed).tolist())
 
 
-class Generator:
-    """Handle of the generating process, which only rank 0 has."""
+class GeneratorProcess:
+    """The process that generates, as rank 0 sees it."""
 
     def __init__(self):
         context = multiprocessing.get_context("spawn")
@@ -68,6 +72,7 @@ class Generator:
         self.process.start()
         child_requests.close()
         child_connection.close()  # so that the connection closes if the process dies
+        self.requests.recv()  # "ready": its imports may take longer than the channel waits for a sign of life
 
     def request(self, prompts, seed):
         self.requests.send((prompts.tolist(), seed))
@@ -81,7 +86,11 @@ class Generator:
 
 
 def generate(accelerator, model, generator, prompts, seed):
-    """Return completions of the current weights, on all ranks. Every rank must call this function."""
+    """Return completions of the current weights, on all ranks. Every rank must call this function.
+
+    Args:
+        generator: The generating process on rank 0, None on all other ranks.
+    """
     if generator is not None:
         generator.request(prompts, seed)
     for bucket in accelerator.stream_weights(model, bucket_size="16KiB"):
@@ -89,9 +98,9 @@ def generate(accelerator, model, generator, prompts, seed):
             generator.channel.send(bucket)
     if generator is not None:
         generator.channel.send([])  # ends the stream of weights
-    rows = torch.zeros(NUM_PROMPTS * GROUP, PROMPT + COMPLETION, dtype=torch.long)
-    if generator is not None:
         rows = generator.receive()
+    else:
+        rows = torch.zeros(NUM_PROMPTS * GROUP_SIZE, PROMPT_LENGTH + COMPLETION_LENGTH, dtype=torch.long)
     return accelerator.reduce(rows.to(accelerator.device), "sum")  # a broadcast: all other ranks add zeros
 
 
@@ -100,12 +109,12 @@ def generate(accelerator, model, generator, prompts, seed):
 
 def compute_rewards(rows):
     """Return the share of even tokens in each completion."""
-    return (rows[:, PROMPT:] % 2 == 0).float().mean(1)
+    return (rows[:, PROMPT_LENGTH:] % 2 == 0).float().mean(1)
 
 
 def compute_advantages(rewards):
     """Return how much better than its group each completion is, in standard deviations."""
-    groups = rewards.view(-1, GROUP)
+    groups = rewards.view(-1, GROUP_SIZE)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
 
 
@@ -114,37 +123,38 @@ def compute_policy_loss(model, rows, advantages):
 
     The weights have not changed since the tokens were sampled. So the ratio of probabilities is 1, but its gradient is not 0.
     """
-    logits = model(rows[:, :-1]).logits[:, PROMPT - 1 :]
-    log_probabilities = -cross_entropy(logits.transpose(1, 2), rows[:, PROMPT:], reduction="none")
+    logits = model(rows[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
+    log_probabilities = -cross_entropy(logits.transpose(1, 2), rows[:, PROMPT_LENGTH:], reduction="none")
     ratio = (log_probabilities - log_probabilities.detach()).exp()
     return -(ratio * advantages[:, None]).sum()
 
 
 def make_prompts(update):
     generator = torch.Generator().manual_seed(update)
-    return torch.randint(0, VOCABULARY, (NUM_PROMPTS, PROMPT), generator=generator)
+    return torch.randint(0, VOCABULARY_SIZE, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator)
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layout", default="fsdp")
-    parser.add_argument("--updates", type=int, default=32)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", default="fsdp", help="layout of the ranks (default: fsdp)")
+    parser.add_argument("--updates", type=int, default=32, help="default: 32")
     args = parser.parse_args(arguments)
 
     accelerator = Accelerator(strategy=args.layout)
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    generator = Generator() if accelerator.is_main_process else None
+    generator = GeneratorProcess() if accelerator.is_main_process else None
     for update in range(args.updates):
         rows = generate(accelerator, model, generator, make_prompts(update), seed=update)
         rewards = compute_rewards(rows)
-        with accelerator.split_between_processes(list(zip(rows, compute_advantages(rewards)))) as own:
-            own_rows, own_advantages = map(torch.stack, zip(*own))
+        group_results = {"rows": rows, "advantages": compute_advantages(rewards)}
+        with accelerator.split_between_processes(group_results) as own:  # this rank's part of each tensor
+            own_rows, own_advantages = own["rows"], own["advantages"]
         with accelerator.accumulate(model):
             loss = compute_policy_loss(model, own_rows, own_advantages)
             # The loss is a sum: Headway divides by the number of tokens on all ranks.
-            accelerator.backward(loss, weight=own_rows.shape[0] * COMPLETION, reduction="sum")
+            accelerator.backward(loss, weight=own_rows.shape[0] * COMPLETION_LENGTH, reduction="sum")
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

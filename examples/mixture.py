@@ -3,9 +3,10 @@
     python examples/mixture.py                             kill a run on one process, continue it on two, and compare the losses
     headway launch --cpu -n 2 examples/mixture.py --train  only train, on two processes
 
-The three sources come with Python and torch: the standard library, torch's C++ headers, and Python's help texts. The share
-of Python falls from 80 % to 40 % in the middle of the run. Samples of different lengths are packed into sequences, and
-attention stays within a document. The log has the loss of each source.
+The three sources come with Python and torch: the standard library, torch's C++ headers, and Python's help texts. The share of
+Python falls from 80 % to 40 % in the middle of the run. Samples of different lengths are packed into sequences, and attention
+stays within a document. The log has the loss of each source. The first command prints how far the sums of the weights of both
+runs differ, which is rounding only.
 """
 
 import argparse
@@ -35,10 +36,13 @@ def read_texts(num_files: int) -> dict[str, list[str]]:
     """Return the texts of each source. The order is the same in every process."""
     from pydoc_data.topics import topics
 
-    python, headers = Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent / "include" / "c10"
-    files = {"python": sorted(python.glob("*.py")), "c++": sorted(headers.rglob("*.h"))}
-    texts = {name: [path.read_text(errors="replace") for path in paths[:num_files]] for name, paths in files.items()}
-    return {**texts, "prose": [topics[name] for name in sorted(topics)[:num_files]]}
+    python_files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    headers = sorted((Path(torch.__file__).parent / "include" / "c10").rglob("*.h"))
+    return {
+        "python": [path.read_text(errors="replace") for path in python_files[:num_files]],
+        "c++": [path.read_text(errors="replace") for path in headers[:num_files]],
+        "prose": [topics[name] for name in sorted(topics)[:num_files]],
+    }
 
 
 def split_text(text: str) -> list[torch.Tensor]:
@@ -46,17 +50,16 @@ def split_text(text: str) -> list[torch.Tensor]:
     samples = []
     for paragraph in re.split(r"\n\s*\n", text):
         content = paragraph.strip("\n").encode()[: LENGTH - 1]
-        if len(content) > 8:
+        if len(content) > 8:  # shorter ones have little to learn from
             samples.append(torch.tensor([*content, 0]))
     return samples
 
 
 def build_data(num_files: int, samples_per_update: int, num_updates: int) -> tuple[Mixture, PackedDataset]:
     """Return the mixture, and the dataset of packed sequences."""
-    sources = {
-        name: [{"input_ids": sample} for text in texts for sample in split_text(text)]
-        for name, texts in read_texts(num_files).items()
-    }
+    sources: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name, texts in read_texts(num_files).items():
+        sources[name] = [{"input_ids": sample} for text in texts for sample in split_text(text)]
     mixture = Mixture(
         sources,
         weights={
@@ -80,18 +83,19 @@ class Block(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.before_attention, self.before_feed = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
-        self.join = nn.Linear(width, width, bias=False)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
-        heads = self.query_key_value(self.before_attention(x)).view(rows, length, 3, self.num_heads, -1)
+        heads = self.qkv(self.attention_norm(x)).view(rows, length, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        x = x + self.join(attended.transpose(1, 2).reshape(rows, length, width))
-        return x + self.feed(self.before_feed(x))
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
@@ -99,7 +103,8 @@ class GPT(nn.Module):
 
     def __init__(self, width: int = 96, num_layers: int = 3, num_heads: int = 4) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.token_embedding = nn.Embedding(256, width)
+        self.position_embedding = nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
@@ -107,7 +112,7 @@ class GPT(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> torch.Tensor:
-        x = self.embed(input_ids) + self.place(position_ids)
+        x = self.token_embedding(input_ids) + self.position_embedding(position_ids)
         for block in self.blocks:
             x = block(x, attention_mask)
         return self.head(self.norm(x))
@@ -129,7 +134,7 @@ def train(args: argparse.Namespace) -> None:
         torch.optim.AdamW(model.parameters(), lr=2e-3),
         DataLoader(packed, batch_size=4, collate_fn=PackingCollator("mask"), drop_last=True),
     )
-    losses = SourceLosses(accelerator, mixture.names)
+    source_losses = SourceLosses(accelerator, mixture.names)
     accelerator.print(f"{len(packed)} sequences of {LENGTH} bytes, {packed.plan.padding_share:.1%} of them padding")
     accelerator.resume()
     accelerator.init_trackers("mixture")
@@ -141,11 +146,11 @@ def train(args: argparse.Namespace) -> None:
                 token_losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 at labels of -100
                 count = (labels != -100).sum()
                 accelerator.backward(token_losses.sum() / count, weight=count)
-                losses.add(token_losses, sources, mask=labels != -100)
+                source_losses.add(token_losses, sources, mask=labels != -100)
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients and accelerator.num_updates % args.save_every == 0:
-                values = losses.compute()
+                values = source_losses.compute()
                 accelerator.log(values, step=accelerator.num_updates)
                 accelerator.print(accelerator.num_updates, *(f"{name} {value:.4f}" for name, value in values.items()))
                 accelerator.save_state()  # after compute(), so that the checkpoint contains no unlogged losses
@@ -162,26 +167,17 @@ def train(args: argparse.Namespace) -> None:
 
 def launch(num_processes: int, *options: str) -> int:
     """Train in new processes, and return the exit code."""
-    command = [
-        sys.executable,
-        "-m",
-        "headway",
-        "launch",
-        "--cpu",
-        "-n",
-        str(num_processes),
-        __file__,
-        "--train",
-        "--cpu",
-    ]
-    return subprocess.run([*command, *options]).returncode
+    launcher = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", str(num_processes)]
+    return subprocess.run([*launcher, __file__, "--train", "--cpu", *options]).returncode
 
 
 def compare_runs(args: argparse.Namespace) -> None:
     """Kill a run on one process, continue it on two, and compare it with an undisturbed run."""
     sizes = [
-        f"--{name.replace('_', '-')}={getattr(args, name)}"
-        for name in ("updates", "samples_per_update", "files", "save_every")
+        f"--updates={args.updates}",
+        f"--samples-per-update={args.samples_per_update}",
+        f"--files={args.files}",
+        f"--save-every={args.save_every}",
     ]
     undisturbed, stopped = args.out / "undisturbed", args.out / "stopped"
     if launch(1, *sizes, f"--out={undisturbed}"):
@@ -190,7 +186,8 @@ def compare_runs(args: argparse.Namespace) -> None:
         raise SystemExit("the run ended before it was killed")
     if launch(2, *sizes, f"--out={stopped}"):
         raise SystemExit("the continued run failed")
-    expected, continued = (json.loads((folder / "weights.json").read_text()) for folder in (undisturbed, stopped))
+    expected = json.loads((undisturbed / "weights.json").read_text())
+    continued = json.loads((stopped / "weights.json").read_text())
     distance = max(abs(expected[name] - continued[name]) for name in expected)
     print(
         f"killed at update {args.kill_at} on 1 process, continued on 2: the sums of the weights differ by {distance:.1e}"

@@ -5,6 +5,8 @@
     python examples/ray_train.py --kill --name killed             kills one of them in the second epoch; the losses are the same
     python examples/ray_train.py --workers 4 --strategy hsdp=2
 
+Prints the last epoch's loss and the path of its checkpoint.
+
 The workers do not need `headway launch`: Ray sets their environment variables and creates the process group.
 """
 

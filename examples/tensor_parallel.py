@@ -2,19 +2,22 @@
 
     headway launch --cpu -n 2 examples/tensor_parallel.py
 
-The loop is the same as for one process. On one process, the model stays whole. `--layout fsdp+tp=2` splits the matrices within pairs
-of ranks and shards the parameters across the pairs. `--sequence_parallel` splits the activations between the matrices along the
-sequence.
+The loop is the same as for one process. On one process, the model stays whole. `--layout fsdp+tp=2` splits the matrices within
+pairs of ranks and shards the parameters across the pairs. `--sequence_parallel` splits the activations between the matrices along
+the sequence. The script prints the loss of each epoch, and the shape of one matrix on each rank.
 """
 
 import argparse
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, TensorParallelOptions, set_seed
+
+NUM_TOKENS, LENGTH = 64, 32
 
 # transformers models bring their own plan. A colwise layer splits its outputs, and the rowwise layer after it sums the parts.
 PLAN = {
@@ -29,36 +32,52 @@ PLAN = {
 
 
 class Attention(nn.Module):
+    """Causal attention, whose heads are divided among the ranks."""
+
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.head_dim = width // num_heads
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [batch, heads, length, head_dim]. The number of heads is -1, as each rank has only some of them."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # -1 instead of the number of heads: each rank has only some of them.
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v)
-        )
-        return self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        q, k, v = self.split_heads(self.q(x)), self.split_heads(self.k(x)), self.split_heads(self.v(x))
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
+    """Transformer block: attention and a perceptron, each added to its input."""
+
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), Attention(width, num_heads)
-        self.norm_2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads)
+        self.norm_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm(x))
+        x = x + self.attention(self.norm_1(x))
         return x + self.down(gelu(self.up(self.norm_2(x))))
 
 
 class GPT(nn.Module):
-    def __init__(self, width: int = 64, num_heads: int = 4, num_blocks: int = 2, length: int = 32) -> None:
+    """Map int64[batch, length] tokens to float32[batch, length, NUM_TOKENS] logits of the next token."""
+
+    def __init__(self, width: int = 64, num_heads: int = 4, num_blocks: int = 2) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(length, width)
+        self.tokens = nn.Embedding(NUM_TOKENS, width)
+        self.positions = nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, NUM_TOKENS, bias=False)
         self.head.weight = self.tokens.weight  # remains one shared parameter
         nn.init.normal_(self.tokens.weight, std=0.1)
 
@@ -69,18 +88,19 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def make_counting_rows(num_rows: int, length: int) -> TensorDataset:
-    """Return rows of tokens that count up in steps of 1 to 4."""
-    first, step = torch.randint(0, 64, (num_rows, 1)), torch.randint(1, 5, (num_rows, 1))
-    return TensorDataset((first + step * torch.arange(length + 1)) % 64)
+def make_counting_rows(num_rows: int) -> TensorDataset:
+    """Return rows of LENGTH + 1 tokens that count up in steps of 1 to 4."""
+    start = torch.randint(0, NUM_TOKENS, (num_rows, 1))
+    step = torch.randint(1, 5, (num_rows, 1))
+    return TensorDataset((start + step * torch.arange(LENGTH + 1)) % NUM_TOKENS)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layout", default="tp")
-    parser.add_argument("--sequence_parallel", action="store_true")
-    parser.add_argument("--loss_parallel", action="store_true")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", default="tp", help="layout of the ranks (default: tp)")
+    parser.add_argument("--sequence_parallel", action="store_true", help="split activations along the sequence")
+    parser.add_argument("--loss_parallel", action="store_true", help="split the logits along the vocabulary")
+    parser.add_argument("--epochs", type=int, default=2, help="default: 2")
     args = parser.parse_args(arguments)
 
     options = TensorParallelOptions(PLAN, args.sequence_parallel, args.loss_parallel)
@@ -88,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     set_seed(1)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(make_counting_rows(256, 32), batch_size=16, shuffle=True)
+    loader = DataLoader(make_counting_rows(256), batch_size=16, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     for epoch in range(args.epochs):
@@ -100,8 +120,10 @@ def main(arguments: list[str] | None = None) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}")
+
     weight = model.blocks[0].up.weight
-    accelerator.print(f"each rank has {tuple(getattr(weight, '_local_tensor', weight).shape)} of {tuple(weight.shape)}")
+    local_weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    accelerator.print(f"each rank has {tuple(local_weight.shape)} of {tuple(weight.shape)}")
     accelerator.end_training()
 
 

@@ -1,7 +1,9 @@
 """A small convolutional network on scikit-learn's scanned digits: real 8 x 8 images that need no download.
 
-headway launch examples/vision.py                 every accelerator of this machine
-headway launch --cpu -n 2 examples/vision.py      two CPU processes
+    headway launch examples/vision.py                 every accelerator of this machine
+    headway launch --cpu -n 2 examples/vision.py      two CPU processes
+
+Prints how many of the 397 held-out images are classified correctly after each epoch: more than 95% at the end.
 """
 
 import argparse
@@ -33,15 +35,15 @@ def build_model() -> nn.Module:
 
 
 @torch.no_grad()
-def count_right_answers(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[int, int]:
-    """Return (right answers, images) over the whole evaluation set. Each image counts once."""
+def count_correct(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[int, int]:
+    """Return (correctly classified images, images) over the whole evaluation set. Each image counts once."""
     model.eval()
-    num_right, num_images = 0, 0
+    num_correct, num_images = 0, 0
     for images, classes in loader:
-        answers, classes = accelerator.gather_for_metrics((model(images).argmax(dim=1), classes))
-        num_right += (answers == classes).sum().item()
+        predictions, classes = accelerator.gather_for_metrics((model(images).argmax(dim=1), classes))
+        num_correct += (predictions == classes).sum().item()
         num_images += len(classes)
-    return num_right, num_images
+    return num_correct, num_images
 
 
 def main() -> None:
@@ -74,8 +76,8 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             bar.show(loss=loss)
-        num_right, num_images = count_right_answers(accelerator, model, eval_loader)
-        accelerator.print(f"epoch {epoch}: {num_right} of {num_images} right, {num_right / num_images:.1%}")
+        num_correct, num_images = count_correct(accelerator, model, eval_loader)
+        accelerator.print(f"epoch {epoch}: {num_correct} of {num_images} right, {num_correct / num_images:.1%}")
     accelerator.end_training()
 
 

@@ -1,9 +1,11 @@
 """A language model trained with DeepSpeed's ZeRO stage 3. Headway fills in its settings.
 
-    headway launch --cpu -n 2 examples/zero.py      (pip install deepspeed)
+    pip install deepspeed
+    headway launch --cpu -n 2 examples/zero.py
 
 The loop is the same as for any layout. Values that DeepSpeed needs (batch sizes, accumulation, precision) are "auto" in its
-configuration, and Headway fills them in. The training text is the source of these examples.
+configuration, and Headway fills them in. The training text is the source of these examples. Prints the loss and the gradient norm
+at every tenth update.
 """
 
 from pathlib import Path
@@ -65,17 +67,16 @@ def main() -> float:
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    if accelerator.num_updates % 10 == 0:
-                        accelerator.print(
-                            f"update {accelerator.num_updates}: loss {loss:.3f}, gradient norm {norm:.3f}"
-                        )
+                    update = accelerator.num_updates
+                    if update % 10 == 0:
+                        accelerator.print(f"update {update}: loss {loss:.3f}, gradient norm {norm:.3f}")
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.num_updates == UPDATES:
                 break
-    final = float(accelerator.reduce(loss.detach(), "mean"))
-    accelerator.print(f"after {accelerator.num_updates} updates: loss {final:.3f}")
-    return final
+    mean_loss = accelerator.reduce(loss.detach(), "mean").item()
+    accelerator.print(f"after {accelerator.num_updates} updates: loss {mean_loss:.3f}")
+    return mean_loss
 
 
 if __name__ == "__main__":

@@ -36,15 +36,15 @@ print(headway.__version__)
 """
 
 
-def version() -> str:
+def read_version() -> str:
     """Return the version of Headway without importing it."""
     return re.findall(r'__version__ = "(.+)"', (ROOT / "src/headway/version.py").read_text())[0]
 
 
-def with_absolute_links(text: str, url: str) -> str:
+def make_links_absolute(text: str, url: str) -> str:
     """Return a page whose links to files of the repository are absolute, at the tag of this version."""
     kinds = {"": "blob", "!": "raw"}
-    return _LINK.sub(lambda link: f"{link[1]}[{link[2]}]({url}/{kinds[link[1]]}/v{version()}/{link[3]})", text)
+    return _LINK.sub(lambda link: f"{link[1]}[{link[2]}]({url}/{kinds[link[1]]}/v{read_version()}/{link[3]})", text)
 
 
 def build(target: Path, url: str | None) -> tuple[Path, Path]:
@@ -60,7 +60,7 @@ def build(target: Path, url: str | None) -> tuple[Path, Path]:
                 shutil.copy2(ROOT / name, tree / name)
         if url is not None:
             readme, project = tree / "README.md", tree / "pyproject.toml"
-            readme.write_text(with_absolute_links(readme.read_text(), url))
+            readme.write_text(make_links_absolute(readme.read_text(), url))
             pages = f'[project.urls]\nRepository = "{url}"\nIssues = "{url}/issues"\nChangelog = "{url}/blob/main/CHANGELOG.md"\n'
             project.write_text(f"{project.read_text()}\n{pages}")
         _run_backend("build_sdist", tree, target)
@@ -79,7 +79,7 @@ def _run_backend(hook: str, tree: Path, target: Path) -> None:
 def check_contents(wheel: Path) -> Message:
     """Compare the wheel with the source, file by file, check its metadata, and return the metadata."""
     with zipfile.ZipFile(wheel) as file:
-        info = f"headway-{version()}.dist-info/"
+        info = f"headway-{read_version()}.dist-info/"
         contained = {name for name in file.namelist() if not name.startswith(info)}
         metadata = Parser().parsestr(file.read(f"{info}METADATA").decode())
     package = ROOT / "src"
@@ -97,7 +97,7 @@ def check_contents(wheel: Path) -> Message:
         "Requires-Python",
     ):
         assert metadata[field], f"the metadata has no {field}"
-    assert metadata["Version"] == version()
+    assert metadata["Version"] == read_version()
     extras = set(metadata.get_all("Provides-Extra") or ())
     assert extras >= _EXTRAS, f"the metadata lacks the extras {sorted(_EXTRAS - extras)}"
     return metadata
@@ -145,11 +145,11 @@ def check_ready_for_tag(root: Path = ROOT) -> None:
     Args:
         root: Folder of the repository.
     """
-    name = f"v{version()}"
+    name = f"v{read_version()}"
     if changed := run_git(root, "status", "--porcelain"):
         sys.exit(f"{name} was not tagged: there are uncommitted changes; commit them first\n{changed}")
-    if f"## [{version()}]" not in (root / "CHANGELOG.md").read_text():
-        sys.exit(f"{name} was not tagged: CHANGELOG.md has no section ## [{version()}]")
+    if f"## [{read_version()}]" not in (root / "CHANGELOG.md").read_text():
+        sys.exit(f"{name} was not tagged: CHANGELOG.md has no section ## [{read_version()}]")
     if not run_git(root, "tag", "--list", name):
         return
     if run_git(root, "cat-file", "-t", name) != "tag":
@@ -161,9 +161,9 @@ def check_ready_for_tag(root: Path = ROOT) -> None:
 
 def add_tag(root: Path = ROOT) -> str:
     """Add the annotated tag of this version to the current commit if it does not exist, and return its name."""
-    name = f"v{version()}"
+    name = f"v{read_version()}"
     if not run_git(root, "tag", "--list", name):
-        run_git(root, "tag", "--annotate", name, "--message", f"Headway {version()}")
+        run_git(root, "tag", "--annotate", name, "--message", f"Headway {read_version()}")
     return name
 
 

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,8 @@ def _freeze_existing_objects() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_process() -> Iterator[None]:
-    """Reset Headway's process-wide state before and after each test."""
+    """Reset Headway's process-wide state before and after each test, which must leave the current folder as it was."""
+    folder = os.getcwd()
     process.reset()
     scope.drop(log.OnceFilter)  # messages that are logged once per process are logged once per test
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -84,4 +86,19 @@ def fresh_process() -> Iterator[None]:
     for number, handler in handlers.items():  # a preempted run ignores further signals
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
-    logging.getLogger("headway").setLevel(logging.NOTSET)  # a Trainer's log_level would affect later tests
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "headway" and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.NOTSET)  # a Trainer's log_level, or a page of the docs, would affect later tests
+    reset_mlflow()
+    if os.getcwd() != folder:
+        left_in = os.getcwd()
+        os.chdir(folder)  # otherwise, later tests that start `python -m tests...` would fail in its place
+        pytest.fail(f"the test left the current folder at {left_in}")
+
+
+def reset_mlflow() -> None:
+    """Undo what a test has set in MLflow for the whole process: the experiment, and the store instead of the environment's."""
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is not None and hasattr(mlflow, "set_tracking_uri"):  # not while it is replaced by a test
+        mlflow.set_tracking_uri(None)
+        os.environ.pop("MLFLOW_EXPERIMENT_ID", None)

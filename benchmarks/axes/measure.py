@@ -1,4 +1,7 @@
-"""Training steps under each parallel layout and combinations of them, compared with hand-written torch code (gloo ranks)."""
+"""Training steps under each parallel layout and combinations of them, compared with hand-written torch code (gloo ranks).
+
+`python benchmarks/run.py axes` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import json
 import subprocess

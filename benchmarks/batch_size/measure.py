@@ -1,4 +1,7 @@
-"""Number of attempts of a batch size search: from 1024 where 8 fits, and from 128 where 7 fits. Counts have no spread."""
+"""Number of attempts of a batch size search: from 1024 where 8 fits, and from 128 where 7 fits. Counts have no spread.
+
+Run it with `python -m benchmarks.batch_size.measure`.
+"""
 
 from collections.abc import Callable
 from typing import Any

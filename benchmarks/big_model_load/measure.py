@@ -1,4 +1,7 @@
-"""Time to load a 1.6 GB checkpoint of 24 shards into a model and place it, compared with mapping its files."""
+"""Time to load a 1.6 GB checkpoint of 24 shards into a model and place it, compared with mapping its files.
+
+`python benchmarks/run.py big_model_load` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import gc
 import json

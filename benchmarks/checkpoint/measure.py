@@ -1,4 +1,7 @@
-"""Cost of a checkpoint of 400 MB: stall of the loop, time until durable, load time, memory, and a resume late in an epoch."""
+"""Cost of a checkpoint of 400 MB: stall of the loop, time until durable, load time, memory, and a resume late in an epoch.
+
+`python benchmarks/run.py checkpoint` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import gc
 import json

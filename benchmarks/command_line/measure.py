@@ -1,4 +1,7 @@
-"""Time of `--help`, measured as a whole process."""
+"""Time of `--help`, measured as a whole process.
+
+`python benchmarks/run.py command_line` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import sys
 

@@ -3,6 +3,8 @@
 A GPT of 6 blocks on the CPU with inductor, one thread. Each row is compiled in a separate process with an empty cache, so that
 no row profits from another. Times are CPU time and include the C++ compiler. Within a process, compiled and uncompiled steps are
 timed in turn.
+
+Run it with `python -m benchmarks.compile.measure`.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Cost of a vote over the control plane with 2 and with 4 ranks, compared with a round trip to the store and with gloo."""
+"""Cost of a vote over the control plane with 2 and with 4 ranks, compared with a round trip to the store and with gloo.
+
+`python benchmarks/run.py control_cost` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import json
 import subprocess

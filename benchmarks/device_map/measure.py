@@ -1,4 +1,7 @@
-"""Time of infer_auto_device_map as the number of blocks grows, compared with a walk over the model's tensors."""
+"""Time of infer_auto_device_map as the number of blocks grows, compared with a walk over the model's tensors.
+
+`python benchmarks/run.py device_map` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import logging
 from collections.abc import Callable

@@ -23,7 +23,7 @@ from headway.core.config.torch_kwargs import AutocastKwargs, DistributedDataPara
 from headway.core.training.forecast_types import Forecast
 from headway.forecasting.device.devices import MIB
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
-from headway.forecasting.tracing.step import list_state
+from headway.forecasting.tracing.reported_tensors import list_state
 from headway.forecasting.tracing.tensors import iterate_plain_tensors
 from headway.layouts.whole_updates import ownership
 from headway.layouts.whole_updates.transfers import PendingTransfer

@@ -1,4 +1,7 @@
-"""Memory forecasts for the CPU compared with real runs: eight models, each trained in three ways."""
+"""Memory forecasts for the CPU compared with real runs: eight models, each trained in three ways.
+
+Run it with `python -m benchmarks.forecast.measure`.
+"""
 
 import json
 import time
@@ -17,11 +20,11 @@ from benchmarks.forecast.workload import Workload
 from benchmarks.timing import describe_machine
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.extras.activation_checkpointing import checkpoint_activations
-from headway.forecasting.device.allocator import compute_exact_peak
 from headway.forecasting.device.devices import MIB, find_device
+from headway.forecasting.device.memory_events import compute_exact_peak
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
-from headway.forecasting.tracing.fake import trace_step
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.trace_step import trace_step
 
 FOLDER = Path(__file__).parent
 BATCH = 8

@@ -11,18 +11,19 @@ from benchmarks.forecast.reference import (
     enable_checkpointing,
     make_batch,
 )
-from headway.forecasting.device.allocator import MemoryEvent, replay_events
+from headway.forecasting.budget_search import BudgetSearch
+from headway.forecasting.device.allocator import replay_events
 from headway.forecasting.device.devices import MIB, compute_allocator_limit, estimate_use, find_device
-from headway.forecasting.forecaster import BudgetSearch
-from headway.forecasting.tracing.fake import trace_step
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.device.memory_events import StepMemory
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.trace_step import trace_step
 from headway.planning.optimizers import resolve_optimizer
 
 DEVICE, V100 = find_device("rtx-3090"), find_device("v100-16gb")
 
 
-def trace_events(size: int, is_checkpointed: bool, accumulation: int = 2) -> list[MemoryEvent]:
-    """Return the memory events of two updates.
+def trace_memory(size: int, is_checkpointed: bool, accumulation: int = 2) -> StepMemory:
+    """Return the memory of two updates.
 
     Two micro-batches stand for the tutorial's 4 and 8, because memory does not change after the second one.
     """
@@ -30,12 +31,12 @@ def trace_events(size: int, is_checkpointed: bool, accumulation: int = 2) -> lis
     recipe = StepRecipe(AdamWOf2022, None, "no", accumulation, 1.0, keeps_gradients=True, loop="loss_function")
     return trace_step(
         build_model, lambda: make_batch(size), recipe, DEVICE, enable_checkpointing if is_checkpointed else None
-    ).events
+    ).memory
 
 
 def estimate_memory(size: int, is_checkpointed: bool) -> tuple[int, int, int]:
     """Return the bytes in use on the RTX 3090: (least, likely, most)."""
-    return estimate_use(DEVICE, replay_events(trace_events(size, is_checkpointed)).reserved)
+    return estimate_use(DEVICE, replay_events(trace_memory(size, is_checkpointed).events).reserved)
 
 
 def estimate_v100_memory(size: int, is_checkpointed: bool, is_half: bool, has_adafactor: bool) -> int:
@@ -54,8 +55,8 @@ def find_largest_batch() -> int:
     """Return the largest batch with checkpointing and without accumulation, as the tutorial trained it."""
     assert DEVICE.memory is not None
     return BudgetSearch(
-        lambda size: trace_events(size, True, 1),
-        lambda size_events: replay_events(size_events).reserved,
+        lambda size: trace_memory(size, True, 1),
+        lambda memory: replay_events(memory.events).reserved,
         compute_allocator_limit(DEVICE, DEVICE.memory),
     ).find_largest()
 

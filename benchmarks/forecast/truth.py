@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.forecasting.tracing.step import StepRecipe, run_recipe
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.step import run_recipe
 
 
 def measure_peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:

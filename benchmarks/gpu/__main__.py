@@ -1,4 +1,11 @@
-"""Command line: `python -m benchmarks.gpu` runs all steps, `python -m benchmarks.gpu gpt2 saves` some, and `--list` lists them."""
+"""Command line: `python -m benchmarks.gpu` runs all steps, `python -m benchmarks.gpu gpt2 saves` some, and `--list` lists them.
+
+All steps together take at most nine minutes (`--minutes` changes that), and need the checkout and a Python with torch. `--list`
+shows the seconds reserved for each step. Try the command line first with `--device cpu`, which runs the same steps at a small
+size. Each row is saved as soon as it is measured, in `<kind of device>.json` and `.md` in the folder `--out`, so an interrupted
+run loses only its last row. benchmarks/README.md explains the steps, and CONTRIBUTING.md has the command line for a machine
+without a network.
+"""
 
 import argparse
 import signal

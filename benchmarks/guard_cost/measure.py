@@ -2,6 +2,8 @@
 
 One process, CPU, one thread. The loop is that of step_cost: a tiny model, so that the time is the library's. To measure
 the cost of reading gradients, a model of 10 million parameters makes a fused AdamW update with and without the guard.
+
+`python benchmarks/run.py guard_cost` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Time to import the library beyond the time to import torch."""
+"""Time to import the library beyond the time to import torch.
+
+`python benchmarks/run.py import_time` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import sys
 

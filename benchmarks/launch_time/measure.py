@@ -1,4 +1,7 @@
-"""Time to launch a script on one process beyond the time to run it."""
+"""Time to launch a script on one process beyond the time to run it.
+
+`python benchmarks/run.py launch_time` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import sys
 from pathlib import Path

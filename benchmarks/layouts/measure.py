@@ -1,4 +1,7 @@
-"""CPU time of a sharded step on two gloo processes: prepared by Headway, compared with hand-written fully_shard and Accelerate."""
+"""CPU time of a sharded step on two gloo processes: prepared by Headway, compared with hand-written fully_shard and Accelerate.
+
+`python benchmarks/run.py layouts` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import json
 import subprocess

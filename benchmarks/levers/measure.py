@@ -3,6 +3,8 @@
 Every variant runs in separate processes. Memory is the highest sum of all live tensors, counted from the allocator's events, so
 it includes neither the program nor freed heap pages. Time is CPU time, on one thread, of the second update of the same global
 batch of 8 x 256 tokens.
+
+Run it with `python -m benchmarks.levers.measure`.
 """
 
 import json

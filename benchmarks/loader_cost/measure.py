@@ -2,6 +2,8 @@
 
 The samples are plain numbers and are not stacked, so that only the iteration is measured. By default
 Accelerate reads streams on the main process and dispatches the batches; with dispatch_batches=False it does not.
+
+`python benchmarks/run.py loader_cost` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Time to build two models on the meta device: one of 100 billion parameters, and a transformers Llama of 70 billion."""
+"""Time to build two models on the meta device: one of 100 billion parameters, and a transformers Llama of 70 billion.
+
+`python benchmarks/run.py meta_model` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,4 +1,7 @@
-"""Cost of automatic micro-batching while memory suffices, on one process and on two, and memory after many failures."""
+"""Cost of automatic micro-batching while memory suffices, on one process and on two, and memory after many failures.
+
+`python benchmarks/run.py microbatching` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import json
 import subprocess

@@ -1,10 +1,12 @@
 """Cost of a mixture of three sources: per batch, to resume at sample 1,000,000, and in the memory of a worker.
 
 Sources are arrays in memory or `datasets.Dataset`s. Only rows of the same storage can be compared. Two rows have no exact mixture
-and are floors: plain torch mixes nothing, and `interleave_datasets` draws sources at random, so its shares are not exact. Grain is
-left out if it is not installed (`pip install grain`). MosaicML Streaming needs an older NumPy, so it runs in a separate process
-with the Python of HEADWAY_STREAMING_PYTHON, whose environment has `mosaicml-streaming`. It is left out without that variable. It
-reads the arrays from files in its own format.
+and are floors: plain torch mixes nothing, and `interleave_datasets` draws sources at random, so its shares are not exact. Grain
+is left out if it is not installed (`pip install grain`). MosaicML Streaming needs an older NumPy, so it runs in a separate
+process with the Python of HEADWAY_STREAMING_PYTHON, whose environment has `mosaicml-streaming`. It is left out without that
+variable. It reads the arrays from files in its own format.
+
+`python benchmarks/run.py mixture` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import importlib.util

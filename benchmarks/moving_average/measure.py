@@ -3,6 +3,8 @@
 It is measured in one process, on one CPU thread. The model has the shapes of four GPT-2 blocks of width 768, with 28
 million parameters in 48 tensors. The average by hand is one call of `torch._foreach_lerp_` on lists of the model's
 tensors, which are built once.
+
+`python benchmarks/run.py moving_average` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import logging

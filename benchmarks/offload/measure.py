@@ -1,6 +1,8 @@
 """Forward pass of a 1.6 GB model with 23 of 24 blocks on disk, with a cold and a warm page cache.
 
 Cold passes are compared with reading the files, warm passes with the model in memory.
+
+`python benchmarks/run.py offload` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Cost of packed batches compared with padded ones, per thousand tokens of the samples, and the share of padding that they save."""
+"""Cost of packed batches compared with padded ones, per thousand tokens of the samples, and the share of padding that they save.
+
+`python benchmarks/run.py packing` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import logging
 import time

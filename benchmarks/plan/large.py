@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 
 import headway
 from headway import ActivationCheckpointing, ShardingOptions, TensorParallelOptions
-from headway.planning.costs import ClusterRates, compute_cost
+from headway.planning.cluster import ClusterRates
+from headway.planning.costs import compute_cost
 from headway.planning.sources import make_config_source
 
 RANKS, GIB = 512, 1 << 30

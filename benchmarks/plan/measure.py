@@ -1,4 +1,7 @@
-"""Time and memory that a plan needs, by number of ranks: Llama 8B and 70B, each case in a separate process."""
+"""Time and memory that a plan needs, by number of ranks: Llama 8B and 70B, each case in a separate process.
+
+Run it with `python -m benchmarks.plan.measure`.
+"""
 
 import json
 import os
@@ -40,8 +43,8 @@ def measure_case(size: str, strategy: str, num_ranks: int) -> None:
     start = time.perf_counter()
     from transformers import LlamaConfig
 
-    from headway.planning.compare import plan
     from headway.planning.dry_run import fake_group
+    from headway.planning.plan import plan
     from headway.planning.sources import make_config_source
 
     if "," in strategy:  # the last case plans without Headway's shared chunks, as torch does

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 import headway
 from headway import ActivationCheckpointing, ShardingOptions, TensorParallelOptions
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
-from headway.planning.costs import ClusterRates, compute_cost
+from headway.planning.cluster import ClusterRates
+from headway.planning.costs import compute_cost
 
 RESERVED = 82.4
 """Published reserved memory of the first row, in GiB."""

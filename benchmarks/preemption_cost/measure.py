@@ -1,6 +1,8 @@
 """Cost of watching for a preemption signal: a check before each batch, and a poll of the background thread five times a second.
 
 One process, CPU, one thread. The poll asks a real store over loopback, as on two ranks.
+
+`python benchmarks/run.py preemption_cost` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import logging

@@ -1,7 +1,9 @@
 """Cost of recovery: a state of 100 MB kept in memory after each update, overlapped saves, and compiled code in checkpoints.
 
-Each row is compared with the same updates without saves, on one rank and on two (gloo). Wall time suffers on a busy machine, so the
-CPU time of the loop's thread (the loop's own cost) and of the whole process are measured, too.
+Each row is compared with the same updates without saves, on one rank and on two (gloo). Wall time suffers on a busy machine, so
+the CPU time of the loop's thread (the loop's own cost) and of the whole process are measured, too.
+
+`python benchmarks/run.py recovery` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Time to save and load an FSDP2 model on two gloo processes, compared with torch.distributed.checkpoint."""
+"""Time to save and load an FSDP2 model on two gloo processes, compared with torch.distributed.checkpoint.
+
+`python benchmarks/run.py sharded_checkpoint` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import json
 import subprocess

@@ -1,6 +1,8 @@
 """Cost of a prepared training loop per micro-batch beyond the same loop in plain PyTorch.
 
 One process, CPU, one thread. The model is tiny, so that the time is the library's, not the arithmetic's.
+
+`python benchmarks/run.py step_cost` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import logging

@@ -1,6 +1,8 @@
 """Cost of a micro-batch when a script imports Headway as `accelerate`, compared with the same loop under Headway's own name.
 
 It also times `headway compat` on the first 300 files of the installed packages that mention Accelerate.
+
+`python benchmarks/run.py switch_cost` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import logging

@@ -2,6 +2,8 @@
 
 One process, CPU, one thread. Only the loop is timed, from the first batch to the last update. A tiny module shows what the
 libraries add, a small BERT what that means for a model.
+
+`python benchmarks/run.py trainer` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Micro-steps and gathers on two gloo processes, compared with plain torch and Accelerate."""
+"""Micro-steps and gathers on two gloo processes, compared with plain torch and Accelerate.
+
+`python benchmarks/run.py two_processes` runs it, and rewrites the table in benchmarks/README.md.
+"""
 
 import json
 import subprocess

@@ -2,6 +2,8 @@
 
 Counts are exact and do not depend on the machine, so one run is enough. A call is an entry into a Python function of the
 library, or a resumption of one of its generators. A change of file is a call into another file than the previous call.
+
+Run it with `python -m benchmarks.walks.measure`.
 """
 
 import contextlib

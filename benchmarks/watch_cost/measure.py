@@ -1,6 +1,8 @@
 """Cost of the hang watch for a rank: an entry per collective, a progress note per update, and one heartbeat per second.
 
 One process, CPU, one thread. The flight recorder's buffer is full, as in a long run.
+
+`python benchmarks/run.py watch_cost` runs it, and rewrites the table in benchmarks/README.md.
 """
 
 import time
@@ -15,7 +17,7 @@ from headway.common import env
 from headway.core.runtime.collective_ledger import CollectiveLedger
 from headway.core.runtime.flight_recorder import CurrentCollective, FlightRecorder
 from headway.core.runtime.heartbeat import NUM_RECORDED, Heartbeat
-from headway.core.runtime.pulse import HeartbeatFile
+from headway.core.runtime.heartbeat_file import HeartbeatFile
 
 CALLS = 100
 
@@ -44,11 +46,11 @@ class DirectFlightRecorder(FlightRecorder):
         return []
 
 
-def make_heartbeat(pulse: HeartbeatFile, *, is_training: bool) -> Callable[[], None]:
+def make_heartbeat(file: HeartbeatFile, *, is_training: bool) -> Callable[[], None]:
     """Return a function that writes one heartbeat.
 
     Args:
-        pulse: File of the heartbeat.
+        file: File that the heartbeat writes.
         is_training: Whether collectives make progress between heartbeats; otherwise the heartbeat reads the whole recording.
     """
 
@@ -56,7 +58,7 @@ def make_heartbeat(pulse: HeartbeatFile, *, is_training: bool) -> Callable[[], N
         recorder = DirectFlightRecorder()
         if not is_training:
             recorder.check_counters()  # the heartbeat then finds no progress, and reads the whole recording
-        Heartbeat(pulse, recorder).write_beat()
+        Heartbeat(file, recorder).write_beat()
 
     return run
 
@@ -68,14 +70,14 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for _ in range(2000):
         dist.all_reduce(torch.ones(1))
-    pulse, ledger = HeartbeatFile(), CollectiveLedger()
+    file, ledger = HeartbeatFile(), CollectiveLedger()
     passes = {
         "reading the clock": repeat_call(time.monotonic),
         "reading the clock, again (A/A)": repeat_call(time.monotonic),
         "recording one collective": repeat_call(make_collective_entry(ledger)),
-        "noting the progress of an update": repeat_call(lambda: pulse.note_progress(3, 1)),
-        "a heartbeat while training": repeat_call(make_heartbeat(pulse, is_training=True)),
-        "a heartbeat that finds stalled collectives": repeat_call(make_heartbeat(pulse, is_training=False)),
+        "noting the progress of an update": repeat_call(lambda: file.note_progress(3, 1)),
+        "a heartbeat while training": repeat_call(make_heartbeat(file, is_training=True)),
+        "a heartbeat that finds stalled collectives": repeat_call(make_heartbeat(file, is_training=False)),
     }
     rows = make_rows(time_interleaved(passes, get_num_repeats(60)), 1e6 / CALLS)
     rows.pop("accelerate", None)  # Accelerate has no such watch

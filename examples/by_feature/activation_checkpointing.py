@@ -1,8 +1,9 @@
 """Activation checkpointing: blocks keep only their inputs and recompute the rest in the backward, which saves memory.
 
-headway launch --cpu -n 2 examples/by_feature/activation_checkpointing.py
+    headway launch --cpu -n 2 examples/by_feature/activation_checkpointing.py
 
-The gradients are the same. `checkpoint_activations` finds the repeated blocks of the model.
+`checkpoint_activations` finds the repeated blocks of the model. The gradients do not change, so the script prints the same
+accuracies without the call.
 """
 
 import torch
@@ -45,18 +46,18 @@ def main() -> float:
             optimizer.zero_grad()
 
         model.eval()
-        num_right, num_samples = 0, 0
+        num_correct, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = model(inputs).argmax(dim=1)
-            # The answers of all ranks, without the samples that only fill up the last batch.
-            answers, targets = accelerator.gather_for_metrics((answers, targets))
-            num_right += (answers == targets).sum().item()
+                predictions = model(inputs).argmax(dim=1)
+            # From all ranks, without the samples that were repeated to fill the last batch.
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            num_correct += (predictions == targets).sum().item()
             num_samples += len(targets)
-        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
+        accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
 
     accelerator.end_training()
-    return num_right / num_samples
+    return num_correct / num_samples
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Checkpoints: kill the script at any moment and start it again, and it continues at the next batch.
 
-headway launch --cpu -n 2 examples/by_feature/checkpointing.py
+    headway launch --cpu -n 2 examples/by_feature/checkpointing.py
 
-Saves run in the background, and `resume` restores everything, including the position in the data.
+Saves run in the background, and `resume` restores everything, including the position in the data. So the last line is the same,
+whether or not the script was killed in between. A finished run removes its checkpoints in runs/digits.
 """
 
 import shutil  # feature
@@ -49,21 +50,21 @@ def main() -> float:
                 accelerator.save_state(blocking=False)  # feature: written in the background
 
         model.eval()
-        num_right, num_samples = 0, 0
+        num_correct, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = model(inputs).argmax(dim=1)
-            # The answers of all ranks, without the samples that only fill up the last batch.
-            answers, targets = accelerator.gather_for_metrics((answers, targets))
-            num_right += (answers == targets).sum().item()
+                predictions = model(inputs).argmax(dim=1)
+            # From all ranks, without the samples that were repeated to fill the last batch.
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            num_correct += (predictions == targets).sum().item()
             num_samples += len(targets)
-        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
+        accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
 
     accelerator.wait_for_save()  # feature
     if accelerator.is_main_process:  # feature
         shutil.rmtree("runs/digits")  # feature: a finished run does not need its checkpoints
     accelerator.end_training()
-    return num_right / num_samples
+    return num_correct / num_samples
 
 
 if __name__ == "__main__":

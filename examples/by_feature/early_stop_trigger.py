@@ -1,6 +1,8 @@
 """Early stopping from any rank: a rank sets a trigger, and all ranks see it at the next check.
 
-headway launch --cpu -n 2 examples/by_feature/early_stop_trigger.py
+    headway launch --cpu -n 2 examples/by_feature/early_stop_trigger.py
+
+Prints which epoch ended the run. For early stopping by the validation loss, see examples/cookbook/early_stopping.py.
 """
 
 import torch
@@ -39,24 +41,25 @@ def main() -> float:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            if loss.item() < 0.05:  # feature: each rank sees only its own loss
+            if loss.item() < 0.2:  # feature: each rank sees only its own loss
                 accelerator.set_trigger()  # feature
 
         model.eval()
-        num_right, num_samples = 0, 0
+        num_correct, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = model(inputs).argmax(dim=1)
-            # The answers of all ranks, without the samples that only fill up the last batch.
-            answers, targets = accelerator.gather_for_metrics((answers, targets))
-            num_right += (answers == targets).sum().item()
+                predictions = model(inputs).argmax(dim=1)
+            # From all ranks, without the samples that were repeated to fill the last batch.
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            num_correct += (predictions == targets).sum().item()
             num_samples += len(targets)
-        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
+        accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
         if accelerator.check_trigger():  # feature: a collective, so every rank must call it
+            accelerator.print(f"stopped after epoch {epoch}")  # feature
             break  # feature
 
     accelerator.end_training()
-    return num_right / num_samples
+    return num_correct / num_samples
 
 
 if __name__ == "__main__":

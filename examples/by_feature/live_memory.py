@@ -1,8 +1,9 @@
 """Memory: the peak of each phase of training, and the memory in use now.
 
-headway launch --cpu -n 2 examples/by_feature/live_memory.py
+    headway launch --cpu -n 2 examples/by_feature/live_memory.py
 
-On a CPU, the memory is that of the process.
+Prints the peaks of the forward, the backward and the optimizer step after each epoch, and the memory in use at the end. On a CPU,
+these are figures of the whole process.
 """
 
 import torch
@@ -45,19 +46,19 @@ def main() -> float:
         accelerator.print(monitor)  # feature
 
         model.eval()
-        num_right, num_samples = 0, 0
+        num_correct, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = model(inputs).argmax(dim=1)
-            # The answers of all ranks, without the samples that only fill up the last batch.
-            answers, targets = accelerator.gather_for_metrics((answers, targets))
-            num_right += (answers == targets).sum().item()
+                predictions = model(inputs).argmax(dim=1)
+            # From all ranks, without the samples that were repeated to fill the last batch.
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            num_correct += (predictions == targets).sum().item()
             num_samples += len(targets)
-        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
+        accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
 
     print_gpu_utilization()  # feature
     accelerator.end_training()
-    return num_right / num_samples
+    return num_correct / num_samples
 
 
 if __name__ == "__main__":

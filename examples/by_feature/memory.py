@@ -1,8 +1,9 @@
-"""A batch size that fits into memory: the search starts at 64 and goes down, on all ranks alike.
+"""A batch size that fits into memory: the search starts at 64 and halves it until all ranks can train.
 
-headway launch --cpu -n 2 examples/by_feature/memory.py
+    headway launch --cpu -n 2 examples/by_feature/memory.py
 
-The global batch stays the same, because the accumulation grows as the batch size shrinks.
+The global batch stays the same, because the accumulation grows as the batch size shrinks. Here more than 16 rows do not fit, so
+the last line is `batch size 16`.
 """
 
 import torch
@@ -56,16 +57,16 @@ def main() -> float:
                     optimizer.zero_grad()
 
             model.eval()
-            num_right, num_samples = 0, 0
+            num_correct, num_samples = 0, 0
             for inputs, targets in eval_loader:
                 with torch.no_grad():
-                    answers = model(inputs).argmax(dim=1)
-                # The answers of all ranks, without the samples that only fill up the last batch.
-                answers, targets = accelerator.gather_for_metrics((answers, targets))
-                num_right += (answers == targets).sum().item()
+                    predictions = model(inputs).argmax(dim=1)
+                # From all ranks, without the samples that were repeated to fill the last batch.
+                predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+                num_correct += (predictions == targets).sum().item()
                 num_samples += len(targets)
-            accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
-        return num_right / num_samples  # feature
+            accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
+        return num_correct / num_samples  # feature
 
     accuracy = train()  # feature
     accelerator.print(f"batch size {train.batch_size}")  # feature

@@ -1,6 +1,9 @@
 """Preemption: on SIGTERM, SIGUSR1 or a deadline, all ranks save and exit with code 75. The next start continues.
 
-headway launch --cpu -n 2 examples/by_feature/preemption.py
+    headway launch --cpu -n 2 examples/by_feature/preemption.py
+
+Without a signal, the script prints the accuracies of base.py. To see a preemption, set `time_limit=timedelta(seconds=1)` and
+start the script several times.
 """
 
 import shutil  # feature
@@ -47,20 +50,20 @@ def main() -> float:
             optimizer.zero_grad()
 
         model.eval()
-        num_right, num_samples = 0, 0
+        num_correct, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = model(inputs).argmax(dim=1)
-            # The answers of all ranks, without the samples that only fill up the last batch.
-            answers, targets = accelerator.gather_for_metrics((answers, targets))
-            num_right += (answers == targets).sum().item()
+                predictions = model(inputs).argmax(dim=1)
+            # From all ranks, without the samples that were repeated to fill the last batch.
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            num_correct += (predictions == targets).sum().item()
             num_samples += len(targets)
-        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
+        accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
 
     if accelerator.is_main_process:  # feature
         shutil.rmtree("runs/preemption", ignore_errors=True)  # feature: a finished run does not need its checkpoints
     accelerator.end_training()
-    return num_right / num_samples
+    return num_correct / num_samples
 
 
 if __name__ == "__main__":

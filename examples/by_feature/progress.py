@@ -1,6 +1,8 @@
 """A progress bar with loss, rate, memory and remaining time on one rank; without a terminal, plain lines.
 
-headway launch --cpu -n 2 examples/by_feature/progress.py
+    headway launch --cpu -n 2 examples/by_feature/progress.py
+
+One bar per epoch, followed by the accuracy.
 """
 
 import torch
@@ -44,18 +46,18 @@ def main() -> float:
             bar.add(samples=len(targets) * accelerator.num_processes)  # feature
 
         model.eval()
-        num_right, num_samples = 0, 0
+        num_correct, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = model(inputs).argmax(dim=1)
-            # The answers of all ranks, without the samples that only fill up the last batch.
-            answers, targets = accelerator.gather_for_metrics((answers, targets))
-            num_right += (answers == targets).sum().item()
+                predictions = model(inputs).argmax(dim=1)
+            # From all ranks, without the samples that were repeated to fill the last batch.
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            num_correct += (predictions == targets).sum().item()
             num_samples += len(targets)
-        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
+        accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
 
     accelerator.end_training()
-    return num_right / num_samples
+    return num_correct / num_samples
 
 
 if __name__ == "__main__":

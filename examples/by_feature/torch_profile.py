@@ -1,6 +1,8 @@
 """torch's profiler: one table per epoch with the operations that take the most time.
 
-headway launch --cpu -n 2 examples/by_feature/torch_profile.py
+    headway launch --cpu -n 2 examples/by_feature/torch_profile.py
+
+Each table has five rows, sorted by CPU time.
 """
 
 import torch
@@ -43,18 +45,18 @@ def main() -> float:
         accelerator.print(profiler.key_averages().table(sort_by="cpu_time_total", row_limit=5))  # feature
 
         model.eval()
-        num_right, num_samples = 0, 0
+        num_correct, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = model(inputs).argmax(dim=1)
-            # The answers of all ranks, without the samples that only fill up the last batch.
-            answers, targets = accelerator.gather_for_metrics((answers, targets))
-            num_right += (answers == targets).sum().item()
+                predictions = model(inputs).argmax(dim=1)
+            # From all ranks, without the samples that were repeated to fill the last batch.
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            num_correct += (predictions == targets).sum().item()
             num_samples += len(targets)
-        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
+        accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
 
     accelerator.end_training()
-    return num_right / num_samples
+    return num_correct / num_samples
 
 
 if __name__ == "__main__":

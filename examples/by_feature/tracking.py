@@ -1,8 +1,8 @@
 """Tracking: a log of the run and TensorBoard files in runs/tracking/digits.
 
-headway launch --cpu -n 2 examples/by_feature/tracking.py
+    headway launch --cpu -n 2 examples/by_feature/tracking.py
 
-View them with `tensorboard --logdir runs/tracking`.
+View them with `tensorboard --logdir runs/tracking`. The last line is read from the log: how far the loss has fallen.
 """
 
 import torch
@@ -47,23 +47,23 @@ def main() -> float:
                 accelerator.log({"loss": loss.detach(), "epoch": epoch})  # feature: the loss of rank 0
 
         model.eval()
-        num_right, num_samples = 0, 0
+        num_correct, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = model(inputs).argmax(dim=1)
-            # The answers of all ranks, without the samples that only fill up the last batch.
-            answers, targets = accelerator.gather_for_metrics((answers, targets))
-            num_right += (answers == targets).sum().item()
+                predictions = model(inputs).argmax(dim=1)
+            # From all ranks, without the samples that were repeated to fill the last batch.
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+            num_correct += (predictions == targets).sum().item()
             num_samples += len(targets)
-        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
-        accelerator.log({"eval_accuracy": num_right / num_samples})  # feature
+        accelerator.print(f"epoch {epoch}: accuracy {num_correct / num_samples:.1%} of {num_samples} samples")
+        accelerator.log({"eval_accuracy": num_correct / num_samples})  # feature
         accelerator.log_images({"digit": inputs[0].view(8, 8)})  # feature: the first digit of the last batch
 
     accelerator.end_training()
     if accelerator.is_main_process:  # feature
         run = read_run("runs/tracking/digits")  # feature
         print(f"the loss went from {run.values['loss'][0][2]:.2f} to {run.values['loss'][-1][2]:.2f}")  # feature
-    return num_right / num_samples
+    return num_correct / num_samples
 
 
 if __name__ == "__main__":

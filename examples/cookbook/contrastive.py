@@ -6,6 +6,8 @@ Each process computes the loss of the whole batch. Its own rows carry gradients,
 sum of these gradients over the processes is the gradient of the whole batch: `reduction="sum"` takes that sum, and
 divides by the number of rows on all processes. The weights are those of one process with the same batch.
 
+Prints the loss of each epoch, which is the same on any number of processes.
+
 Gradient accumulation does not replace a large batch here, because negatives come from one micro-batch only.
 """
 
@@ -47,12 +49,13 @@ def contrastive_loss(left: torch.Tensor, right: torch.Tensor, scale: torch.Tenso
     """Return the sum of the symmetric losses of pairs: row i of one side belongs to row i of the other."""
     similarities = scale * left @ right.T
     pairs = torch.arange(len(left), device=left.device)
-    losses = cross_entropy(similarities, pairs, reduction="sum"), cross_entropy(similarities.T, pairs, reduction="sum")
-    return sum(losses) / 2
+    left_to_right = cross_entropy(similarities, pairs, reduction="sum")
+    right_to_left = cross_entropy(similarities.T, pairs, reduction="sum")
+    return (left_to_right + right_to_left) / 2
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=6)
     args = parser.parse_args(arguments)
 

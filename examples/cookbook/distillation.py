@@ -3,7 +3,8 @@
 Run: headway launch --cpu -n 2 examples/cookbook/distillation.py
 
 The teacher has no optimizer. It is frozen, moved to the device by hand and called without gradients, so it costs one
-forward pass and no gradient memory. A teacher too large for one device can be prepared, and is then sharded.
+forward pass and no gradient memory. A teacher too large for one device can be prepared, and is then sharded. Prints how
+often the student agrees with the teacher: at the end, in about nine of ten samples.
 """
 
 import argparse

@@ -4,6 +4,7 @@ Run: headway launch --cpu -n 2 examples/cookbook/early_stopping.py
 
 The training stops when the validation loss has not improved for five epochs, on all processes in the same epoch. Then
 the best weights are restored and written to a file. If you kill the script and run it again, it continues with the same count.
+Prints the validation loss of each epoch, and at the end which checkpoint was restored.
 """
 
 import argparse

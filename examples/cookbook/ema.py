@@ -3,7 +3,7 @@
 Run: headway launch --cpu -n 2 examples/cookbook/ema.py
 
 Prepared optimizers update the average once per update. With `--strategy fsdp` in the command, each rank averages its own
-shards (docs/ema.md).
+shards (docs/ema.md). Prints the accuracy of the weights and of their average after each epoch.
 """
 
 import argparse
@@ -27,15 +27,15 @@ def make_data(num_rows: int, seed: int) -> TensorDataset:
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: Any) -> float:
     """Return the accuracy over all ranks."""
     model.eval()
-    num_right = 0
+    num_correct = 0
     num_rows = 0
     with torch.no_grad():
         for points, classes in loader:
-            answers, classes = accelerator.gather_for_metrics((model(points).argmax(1), classes))
-            num_right += (answers == classes).sum().item()
+            predictions, classes = accelerator.gather_for_metrics((model(points).argmax(1), classes))
+            num_correct += (predictions == classes).sum().item()
             num_rows += len(classes)
     model.train()
-    return num_right / num_rows
+    return num_correct / num_rows
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

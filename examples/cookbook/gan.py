@@ -2,8 +2,8 @@
 
 Run: headway launch --cpu -n 2 examples/cookbook/gan.py
 
-Each model has its own `accumulate` block. The generator's loss passes through the discriminator, and leaves no gradient
-there. examples/gan.py adds a gradient penalty and accumulation.
+Each model has its own `accumulate` block. The generator's loss passes through the discriminator, and leaves no gradient there.
+Prints the mean radius of the generated points, which approaches 1. examples/gan.py adds a gradient penalty and accumulation.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
 
-NOISE = 4
+NOISE_SIZE = 4
 
 
 def make_ring(num_points: int) -> TensorDataset:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     project = ProjectConfiguration(args.folder, automatic_checkpoint_naming=True, total_limit=1)
     accelerator = Accelerator(project_config=project)
     loader = DataLoader(make_ring(1024), batch_size=64 // accelerator.num_processes, shuffle=True, drop_last=True)
-    generator = nn.Sequential(nn.Linear(NOISE, 64), nn.ReLU(), nn.Linear(64, 2))
+    generator = nn.Sequential(nn.Linear(NOISE_SIZE, 64), nn.ReLU(), nn.Linear(64, 2))
     discriminator = nn.Sequential(nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.9))
     discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.5, 0.9))
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     radius = 0.0
     for epoch in accelerator.epochs(args.epochs):
         for (real,) in loader:
-            fake = generator(torch.randn(len(real), NOISE, device=accelerator.device))
+            fake = generator(torch.randn(len(real), NOISE_SIZE, device=accelerator.device))
             with accelerator.accumulate(discriminator):
                 loss = softplus(discriminator(fake.detach())) + softplus(-discriminator(real))
                 accelerator.backward(loss.mean())
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 generator_optimizer.step()
                 generator_optimizer.zero_grad()
         with torch.no_grad():
-            points = generator(torch.randn(500, NOISE, device=accelerator.device))
+            points = generator(torch.randn(500, NOISE_SIZE, device=accelerator.device))
         radius = accelerator.reduce(points.norm(dim=1).mean(), "mean").item()
         if epoch % 10 == 9:
             accelerator.print(f"epoch {epoch}: the mean radius of generated points is {radius:.3f}")

@@ -2,8 +2,9 @@
 
 Run: headway launch --cpu -n 2 examples/cookbook/lora.py      (pip install transformers peft)
 
-Only the adapters are trained, exchanged between processes and saved: the checkpoint has a digest of the frozen base
-instead of its weights. The same script runs with --layout fsdp, which also shards the base.
+Only the adapters are trained, exchanged between processes and saved: the checkpoint has a digest of the frozen base instead of
+its weights. The same script runs with --layout fsdp, which also shards the base. Prints the loss of each epoch, and the token
+that the adapted model predicts after 5, 6, ... 12, which is 13.
 """
 
 import argparse
@@ -35,8 +36,8 @@ def make_counting(num_rows: int) -> TensorDataset:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", default="runs/lora")
-    parser.add_argument("--layout", default="ddp")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--layout", default="ddp", help="layout of the ranks (default: ddp)")
+    parser.add_argument("--epochs", type=int, default=4, help="default: 4")
     args = parser.parse_args(arguments)
 
     project = ProjectConfiguration(args.folder, automatic_checkpoint_naming=True, save_frozen=False)
@@ -71,9 +72,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     reloaded = PeftModel.from_pretrained(make_base(), f"{args.folder}/adapter").eval()
     with torch.no_grad():
-        following = reloaded(input_ids=torch.arange(5, 13)[None]).logits.argmax(-1)[0, -1].item()
-    accelerator.print(f"after 5, 6, ... 12 the adapted model predicts {following}")
-    result = {"loss": accelerator.reduce(loss.detach(), "mean").item(), "following": following}
+        next_token = reloaded(input_ids=torch.arange(5, 13)[None]).logits.argmax(-1)[0, -1].item()
+    accelerator.print(f"after 5, 6, ... 12 the adapted model predicts {next_token}")
+    result = {"loss": accelerator.reduce(loss.detach(), "mean").item(), "following": next_token}
     accelerator.end_training()
     return result
 

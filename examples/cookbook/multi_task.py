@@ -2,8 +2,9 @@
 
 Run: headway launch --cpu -n 2 examples/cookbook/multi_task.py
 
-The tasks are one data set whose rows name their task, and a sampler draws both equally often. Each row has one loss, so
-the mean is exact on any number of processes, however many rows of a task a process gets. Metrics are gathered by task.
+The tasks are one data set whose rows name their task, and a sampler draws both equally often. Each row has one loss, so the mean
+is exact on any number of processes, however many rows of a task a process gets. Metrics are gathered by task. Prints the loss of
+each task after each epoch.
 """
 
 import argparse
@@ -54,13 +55,16 @@ def compute_row_losses(
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[str, float]:
     """Return the mean loss of each task over all ranks."""
     model.eval()
-    gathered = []
+    all_losses, all_tasks = [], []
     with torch.no_grad():
         for points, target, task in loader:
-            gathered.append(accelerator.gather_for_metrics((compute_row_losses(*model(points), target, task), task)))
+            row_losses = compute_row_losses(*model(points), target, task)
+            row_losses, task = accelerator.gather_for_metrics((row_losses, task))
+            all_losses.append(row_losses)
+            all_tasks.append(task)
     model.train()
-    losses, tasks = map(torch.cat, zip(*gathered))
-    return {name: losses[tasks == task].mean().item() for name, task in (("classes", CLASSES), ("size", SIZE))}
+    losses, tasks = torch.cat(all_losses), torch.cat(all_tasks)
+    return {"classes": losses[tasks == CLASSES].mean().item(), "size": losses[tasks == SIZE].mean().item()}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -70,10 +74,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     set_seed(0)
     accelerator = Accelerator()
-    sizes = [800, 100]
-    training = ConcatDataset([make_task(task, size, seed=task) for task, size in enumerate(sizes)])
-    evaluation = ConcatDataset([make_task(task, 120, seed=10 + task) for task in (CLASSES, SIZE)])
-    weights = [1 / size for size in sizes for _ in range(size)]  # each task has half of the rows
+    class_rows, size_rows = make_task(CLASSES, 800, seed=0), make_task(SIZE, 100, seed=1)
+    training = ConcatDataset([class_rows, size_rows])
+    evaluation = ConcatDataset([make_task(CLASSES, 120, seed=10), make_task(SIZE, 120, seed=11)])
+    # The chance of a row is inverse to the size of its data set, so each task gets half of the draws.
+    weights = [1 / len(class_rows)] * len(class_rows) + [1 / len(size_rows)] * len(size_rows)
     sampler = WeightedRandomSampler(weights, num_samples=800, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(training, batch_size=32 // accelerator.num_processes, sampler=sampler)
     eval_loader = DataLoader(evaluation, batch_size=50)

@@ -2,8 +2,9 @@
 
 Run: headway launch --cpu -n 2 examples/cookbook/qlora.py     (pip install transformers peft bitsandbytes accelerate)
 
-bitsandbytes runs on a CPU, too, but slowly. transformers imports accelerate to load quantized weights; the script itself
-uses Headway. For --layout fsdp, store the 4-bit weights as float32 (bnb_4bit_quant_storage), so that they can be sharded.
+bitsandbytes runs on a CPU, too, but slowly. transformers imports accelerate to load quantized weights; the script itself uses
+Headway. For --layout fsdp, the 4-bit weights are stored as float32 (bnb_4bit_quant_storage), so that they can be sharded. Prints
+the loss of each epoch.
 """
 
 import argparse

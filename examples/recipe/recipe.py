@@ -34,7 +34,7 @@ from headway import Accelerator, DataLoaderConfiguration, ProjectConfiguration, 
 from headway.core.tracking.report import html_page, load
 
 STAGES = ("pretraining", "finetuning", "reinforcement")
-LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
 END = 0  # the token that ends a text and pads rows
 Pair = tuple[list[int], list[int]]  # the tokens of a prompt and of its answer
 Loss = Callable[[nn.Module, Tensor], tuple[Tensor, int]]  # of a model and a batch: (sum of losses, number of items)
@@ -48,25 +48,37 @@ def read_texts(max_bytes: int) -> dict[tuple[str, str], list[str]]:
     Parts are "train" and "held_out", sources are "code" and "prose".
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]
-    selected = {}
-    for source, texts in ("code", {path.read_text(errors="replace") for path in paths}), ("prose", {*topics.values()}):
-        hashed = sorted((hashlib.sha256(text.encode()).digest(), text) for text in texts)
-        for part in ("train", "held_out"):
-            own = [text for digest, text in hashed if (digest[-1] < 26) == (part == "held_out")]
-            selected[part, source] = [t for t, size in zip(own, accumulate(map(len, own))) if size < max_bytes] or own[
-                :1
-            ]
+    paths = [path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
+    sources = {"code": {path.read_text(errors="replace") for path in paths}, "prose": set(topics.values())}
+    selected: dict[tuple[str, str], list[str]] = {}
+    for source, texts in sources.items():
+        parts: dict[str, list[str]] = {"train": [], "held_out": []}
+        # In the order of their hashes, so that every process reads the same texts in the same order.
+        for digest, text in sorted((hashlib.sha256(text.encode()).digest(), text) for text in texts):
+            parts["held_out" if digest[-1] < 26 else "train"].append(text)
+        for part, part_texts in parts.items():
+            selected[part, source] = take_prefix(part_texts, max_bytes)
     return selected
+
+
+def take_prefix(texts: list[str], max_bytes: int) -> list[str]:
+    """Return the first texts whose characters together are fewer than `max_bytes`, but at least one text."""
+    total_sizes = accumulate(len(text) for text in texts)
+    return [text for text, total in zip(texts, total_sizes) if total < max_bytes] or texts[:1]
 
 
 def train_tokenizer(texts: list[str], num_tokens: int, path: Path) -> None:
     """Train a byte-level BPE tokenizer on the training text, and write it to `path`."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": ["<|end|>"], "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=num_tokens, **options))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_tokens,
+        special_tokens=["<|end|>"],  # the first token, so its number is END
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(f"{path}.part")
     Path(f"{path}.part").rename(path)  # so that an existing file is always complete
@@ -120,9 +132,12 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.num_heads = width // 32
-        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.norm_1 = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm_2 = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.down.weight)
 
@@ -139,9 +154,11 @@ class GPT(nn.Module):
 
     def __init__(self, num_tokens: int, width: int, num_layers: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(num_tokens, width), nn.Embedding(length, width)
+        self.tokens = nn.Embedding(num_tokens, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(num_layers)))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, num_tokens, bias=False)
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, num_tokens, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.5)
         nn.init.normal_(self.positions.weight, std=0.1)
         nn.init.zeros_(self.head.weight)
@@ -157,10 +174,8 @@ class LoRA(nn.Module):
     def __init__(self, linear: nn.Linear, rank: int = 16) -> None:
         super().__init__()
         self.linear = linear
-        self.a, self.b = (
-            nn.Linear(linear.in_features, rank, bias=False),
-            nn.Linear(rank, linear.out_features, bias=False),
-        )
+        self.a = nn.Linear(linear.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, linear.out_features, bias=False)
         nn.init.zeros_(self.b.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,9 +204,11 @@ def generate(
     device = next(model.parameters()).device
     rows = collate([(prompt, [END] * num_new) for prompt in prompts])[:, 0].to(device)
     ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    index, is_done = torch.arange(len(rows), device=device), torch.zeros(len(rows), dtype=torch.bool, device=device)
+    index = torch.arange(len(rows), device=device)
+    is_done = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for _ in range(num_new):
-        probabilities = (model(rows[:, : int(ends.max())])[index, ends - 1] / temperature).softmax(-1)
+        logits = model(rows[:, : int(ends.max())])[index, ends - 1]  # of the token that follows each row's last one
+        probabilities = (logits / temperature).softmax(-1)
         rows[index, ends] = torch.multinomial(probabilities, 1)[:, 0].masked_fill(is_done, END)
         is_done |= rows[index, ends] == END
         ends += 1
@@ -218,7 +235,7 @@ def answer_loss(model: nn.Module, pairs: Tensor, weights: Tensor | float = 1.0) 
     return (token_losses(model, rows) * is_answer[:, 1:] * weights).sum(), int(is_answer.sum())
 
 
-def reward(prompt: str, answer: str) -> float:
+def compute_reward(prompt: str, answer: str) -> float:
     """Return 1 for a header that Python parses and whose name has a word of the comment, 0.5 if it only parses, else 0."""
     try:
         with warnings.catch_warnings():
@@ -228,7 +245,8 @@ def reward(prompt: str, answer: str) -> float:
         return 0.0
     if not isinstance(node, ast.FunctionDef) or len(node.body) > 1:
         return 0.0
-    comment_words, name_words = (set(re.findall("[a-z]{3,}", text.lower())) for text in (prompt, node.name))
+    comment_words = set(re.findall("[a-z]{3,}", prompt.lower()))
+    name_words = set(re.findall("[a-z]{3,}", node.name.lower()))
     return 1.0 if comment_words & name_words else 0.5
 
 
@@ -241,11 +259,14 @@ class Rewards:
     def sample(self, model: nn.Module, prompts: list[list[int]]) -> tuple[list[Pair], Tensor]:
         """Return pairs of prompts and generated answers, and the rewards of the answers."""
         pairs = list(zip(prompts, generate(model, prompts)))
-        return pairs, torch.tensor([reward(*map(self.tokenizer.decode, pair)) for pair in pairs])
+        decode = self.tokenizer.decode
+        rewards = [compute_reward(decode(prompt), decode(answer)) for prompt, answer in pairs]
+        return pairs, torch.tensor(rewards)
 
     def measure(self, model: nn.Module, prompts: list[list[int]]) -> tuple[Tensor, int]:
         """Return (sum of rewards, number of prompts)."""
-        return self.sample(model, prompts)[1].sum(), len(prompts)
+        _, rewards = self.sample(model, prompts)
+        return rewards.sum(), len(prompts)
 
     def loss(self, model: nn.Module, prompts: list[list[int]]) -> tuple[Tensor, int]:
         """Return the loss of GRPO (Shao et al. 2024) with one update per group, so without a clipped ratio, and without a penalty.
@@ -266,15 +287,16 @@ class Recipe:
     """The text, the tokenizer and the three stages. Each stage is a separate run with its own checkpoints and log."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.texts, self.accelerator = args, read_texts(args.max_bytes), Accelerator()
+        self.args = args
+        self.texts = read_texts(args.max_bytes)
+        self.accelerator = Accelerator()
         path = args.out / "tokenizer.json"
         with self.accelerator.main_process_first():
             if not path.exists():
                 train_tokenizer(self.texts["train", "code"] + self.texts["train", "prose"], args.tokens, path)
         self.tokenizer = Tokenizer.from_file(str(path))
-        self.training, self.held_out = (
-            list_functions(self.texts[part, "code"], self.tokenizer) for part in ("train", "held_out")
-        )
+        self.training = list_functions(self.texts["train", "code"], self.tokenizer)
+        self.held_out = list_functions(self.texts["held_out", "code"], self.tokenizer)
 
     def build_model(self, stage: str | None = None) -> GPT:
         """Build the model, with the weights of a finished stage if one is given."""
@@ -285,13 +307,17 @@ class Recipe:
 
     def pretrain(self) -> GPT:
         """Train on windows of code and prose."""
-        args, streams, tests = self.args, {}, {}
+        args = self.args
+        streams: dict[tuple[str, str], Tensor] = {}  # tokens by (part, source)
+        tests = {}
         for (part, source), texts in self.texts.items():
-            tokens = [token for code in self.tokenizer.encode_batch(texts) for token in [*code.ids, END]]
+            tokens: list[int] = []
+            for encoding in self.tokenizer.encode_batch(texts):
+                tokens += [*encoding.ids, END]
             streams[part, source] = torch.tensor(tokens)
             if part == "held_out":
-                # From nats per token to bits per byte.
-                bits = len(tokens) / sum(len(text.encode()) for text in texts) / math.log(2)
+                tokens_per_byte = len(tokens) / sum(len(text.encode()) for text in texts)
+                bits = tokens_per_byte / math.log(2)  # factor from nats per token to bits per byte
                 rows = streams[part, source].unfold(0, args.length + 1, args.length)[: 4 * args.batch]
                 tests[f"eval_{source}_bits_per_byte"] = rows, text_loss, bits
         sources = [streams["train", source] for source in ("code", "prose")]
@@ -356,9 +382,12 @@ class Recipe:
         optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
         loader = DataLoader(data, batch_size or args.batch, shuffle=True, collate_fn=collate)
         num_updates = len(loader)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda update: min(1.0, (update + 1) / (num_updates / 20), 1.02 - update / num_updates)
-        )
+
+        def compute_lr_factor(update: int) -> float:
+            """Return the factor of the learning rate: it rises for a twentieth of the updates, then falls to 2%."""
+            return min(1.0, (update + 1) / (num_updates / 20), 1.02 - update / num_updates)
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, compute_lr_factor)
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         loaders = {
             name: accelerator.prepare(DataLoader(rows, args.batch, collate_fn=collate))
@@ -368,19 +397,22 @@ class Recipe:
         @torch.no_grad()
         def evaluate() -> None:
             for name, (_, measure, scale) in tests.items():
-                total = count = 0.0
+                total, count = 0.0, 0
                 for batch in loaders[name]:
-                    if num_valid := loaders[name].num_valid:  # the other rows only fill up the last batch
+                    num_valid = loaders[name].num_valid  # the other rows only fill up the last batch
+                    if num_valid > 0:
                         with accelerator.autocast():
                             value, weight = measure(model, batch[:num_valid])
-                        total, count = total + value.item(), count + weight
+                        total += value.item()
+                        count += weight
                 accelerator.log({name: accelerator.reduce_mean(total, count) * scale})
 
         restored = accelerator.resume("latest")
-        accelerator.print(
-            restored or f"{stage}: {num_updates} updates of {sum(p.numel() for p in trained):,} parameters"
-        )
-        if not restored:
+        if restored:
+            accelerator.print(restored)
+        else:
+            num_trained = sum(parameter.numel() for parameter in trained)
+            accelerator.print(f"{stage}: {num_updates} updates of {num_trained:,} parameters")
             evaluate()
         for _ in accelerator.epochs(1):
             for batch in track(loader, description=stage):
@@ -409,12 +441,13 @@ class Recipe:
     def print_results(self) -> None:
         """Print headers for unseen comments and the measures, and write the page of all stages."""
         prompts = [prompt for prompt, _ in self.held_out[:: max(1, len(self.held_out) // 8)]]
-        for pair in zip(prompts, generate(self.build_model("reinforcement"), prompts, temperature=0.5)):
-            print(*map(self.tokenizer.decode, pair), "\n", sep="")
+        answers = generate(self.build_model("reinforcement"), prompts, temperature=0.5)
+        for prompt, answer in zip(prompts, answers):
+            print(self.tokenizer.decode(prompt) + self.tokenizer.decode(answer) + "\n")
         runs = load([self.args.out / stage for stage in STAGES])
         for run in runs:
             for name in sorted(name for name in run.series if name.startswith("eval_")):
-                first, last = (run.series[name][index][-1] for index in (0, -1))
+                first, last = run.series[name][0][-1], run.series[name][-1][-1]
                 print(f"{name.removeprefix('eval_')}: {first:.3f} -> {last:.3f}")
         (self.args.out / "report.html").write_text(html_page(runs), encoding="utf-8")
         print(f"all stages on one page: {self.args.out / 'report.html'}")
@@ -443,10 +476,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     recipe = Recipe(parse_args())
-    for stage, run in zip(STAGES, (recipe.pretrain, recipe.finetune, recipe.reinforce)):
+    for stage, train_stage in zip(STAGES, (recipe.pretrain, recipe.finetune, recipe.reinforce)):
         if not (recipe.args.out / stage / "model.safetensors").exists():  # otherwise it has already finished
             set_seed(recipe.args.seed)
-            recipe.accelerator.save_model(run(), recipe.args.out / stage)
+            recipe.accelerator.save_model(train_stage(), recipe.args.out / stage)
     if recipe.accelerator.is_main_process:
         recipe.print_results()
     recipe.accelerator.end_training()

@@ -8,14 +8,15 @@ Accelerate's names and modules, such as `headway.utils`. `headway.compat.acceler
 """
 
 import re
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from headway.common.garbage import import_without_garbage_collection
+from headway.common.named_imports import import_attribute
 from headway.version import __version__ as __version__
 
-# The stub is the table of names, so that type checkers see exactly what is loaded on first use (SPEC 1).
+# The stub is the table of names, so that type checkers see exactly what is loaded on first use
+# (as in SPEC 1 of Scientific Python).
 _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
 _STUB = Path(__file__).with_suffix(".pyi").read_text("utf-8")
 _MODULES_OF_NAMES = {name: place for place, name in _IMPORT.findall(_STUB) if name != "__version__"}
@@ -27,24 +28,26 @@ __path__.append(str(Path(__file__).parent / "compat" / "accelerate" / "module_pa
 def __getattr__(name: str) -> Any:
     place = _MODULES_OF_NAMES.get(name)
     if name == "__all__":
-        value: Any = ["__version__", *sorted(_MODULES_OF_NAMES.keys() - _names_of_accelerate().SERVED.keys())]
+        value: Any = ["__version__", *sorted(_MODULES_OF_NAMES.keys() - _import_accelerate_names().PROVIDED.keys())]
     else:
         # Modules live as long as the process, so the collector would scan 200,000 new objects of torch in vain.
         # This shortens the import of torch and the Accelerator by a fifth.
         with import_without_garbage_collection():
             if place is None:
-                value = _names_of_accelerate().find_served_name(name, _MODULES_OF_NAMES)
+                value = _import_accelerate_names().find_provided_name(name, _MODULES_OF_NAMES)
+            elif place == "headway":
+                value = import_attribute(f"headway.{name}")
             else:
-                value = import_module(f"headway.{name}") if place == "headway" else getattr(import_module(place), name)
+                value = import_attribute(place, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({"__version__", *_MODULES_OF_NAMES, *_names_of_accelerate().SERVED})
+    return sorted({"__version__", *_MODULES_OF_NAMES, *_import_accelerate_names().PROVIDED})
 
 
-def _names_of_accelerate() -> Any:
+def _import_accelerate_names() -> Any:
     """Return the module that looks up Accelerate's names that `headway` itself does not define."""
     from headway.core import extensions
 

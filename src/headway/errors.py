@@ -29,6 +29,7 @@
     |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so all ranks abandon this batch size
     |-- ControlPlaneError      (RuntimeError)  ranks missed a vote or a message, or the control plane's host is gone
     |-- LaunchError            (RuntimeError)  a run could not be started, or it failed
+    |-- ImportFailed           (ImportError)   a module of Headway cannot be imported
     `-- OptionalDependencyMissing (ImportError) a package that the feature needs is not installed
 
     HeadwayWarning             (UserWarning)
@@ -50,7 +51,11 @@ PREEMPTED = 75
 
 
 class HeadwayError(Exception):
-    """Base class of all errors that Headway raises intentionally."""
+    """Base class of all errors that Headway raises intentionally.
+
+    Each subclass also inherits from one of Python's own exceptions, such as ValueError. The message names the value that
+    was given and a way to fix it.
+    """
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -121,19 +126,28 @@ class AttributeNotServed(AttributeError, NotServed):
 
 
 class NonFiniteError(HeadwayError, ArithmeticError):
-    """Raised if a loss or gradient is NaN or infinite. The optimizer has not used it for an update."""
+    """Raised if a loss or gradient is NaN or infinite, and the policy `on_non_finite` requires an error.
+
+    An optimizer's step raises it on all ranks. The optimizer has not used the gradients for an update.
+    """
 
 
 class SpikeError(HeadwayError, ArithmeticError):
-    """Raised if too many updates in a row had a loss or gradient norm far above those of recent updates."""
+    """Raised if too many updates in a row had a loss or gradient norm far above those of recent updates.
+
+    An optimizer's step raises it on all ranks, after `SpikePolicy.max_in_row` spikes in a row.
+    """
 
 
 class MemoryExhausted(HeadwayError, RuntimeError):
-    """Raised if memory runs out and the micro-batch cannot be split any further."""
+    """Raised if memory runs out with `microbatching="auto"`, and the micro-batch cannot be split any further."""
 
 
 class CollectiveError(HeadwayError, RuntimeError):
-    """Raised if ranks call different collectives or pass arguments that do not match, or if another rank has failed."""
+    """Raised if ranks call different collectives or pass arguments that do not match, or if another rank has failed.
+
+    All ranks that take part raise it. The message names the calls of the ranks.
+    """
 
     is_on_all_ranks = False
     """Whether every rank of the run raises this error at the same call.
@@ -168,7 +182,7 @@ class CallError(HeadwayError, TypeError):
 
 
 class BatchSizeError(HeadwayError, RuntimeError):
-    """Raised if no allowed batch size fits into memory."""
+    """Raised if no allowed batch size fits into memory, by `find_executable_batch_size` and the Trainer's search."""
 
 
 class PeerOutOfMemory(HeadwayError, RuntimeError):
@@ -180,11 +194,15 @@ class ControlPlaneError(HeadwayError, RuntimeError):
 
 
 class LaunchError(HeadwayError, RuntimeError):
-    """Raised if a run cannot be started or fails."""
+    """Raised if a run cannot be started or fails, for example by `notebook_launcher` if one of its processes fails."""
+
+
+class ImportFailed(HeadwayError, ImportError):
+    """Raised if a module of Headway cannot be imported, such as because torch has a version that Headway does not support."""
 
 
 class OptionalDependencyMissing(HeadwayError, ImportError):
-    """Raised if a package that a feature needs is not installed."""
+    """Raised if a package that a feature needs is not installed. The message names the package."""
 
 
 class HeadwayWarning(UserWarning):
@@ -192,7 +210,10 @@ class HeadwayWarning(UserWarning):
 
 
 class Preempted(SystemExit):
-    """Raised to end the process with exit code PREEMPTED after the run was asked to end and committed a checkpoint.
+    """Raised to end the process with exit code 75 (PREEMPTED) after the run was asked to end and saved a checkpoint.
+
+    It is a SystemExit, so `except Exception` does not catch it. Let it pass. If the same command is started again,
+    `Accelerator.resume` continues the run.
 
     Args:
         message: Text of the exception.

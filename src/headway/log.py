@@ -110,12 +110,15 @@ def _make_adapter(name: str) -> RankLogger:
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     """Return the rank-aware logger with the given name.
 
-    If HEADWAY_LOG_LEVEL is set, and the program has not set up logging, the logger also writes to stderr.
+    By default, only rank 0 logs. `main_process_only=False` in a logging call makes every rank log. With several ranks,
+    messages begin with the rank. It works before the first Accelerator, too, because the rank is read from the launcher's
+    environment. If HEADWAY_LOG_LEVEL is set, and the program has not set up logging, the logger also writes to stderr.
 
     Args:
         name: Dotted name, as for `logging.getLogger`. Equal names return the same logger.
-        log_level: Level of this logger, such as "INFO" or logging.DEBUG. None: the level in the environment variable
-            HEADWAY_LOG_LEVEL; if the variable is not set, the level does not change. The root logger is never changed.
+        log_level: Level of this logger, such as "INFO" or logging.DEBUG. None (the default): the level in the environment
+            variable HEADWAY_LOG_LEVEL; if the variable is not set, the level does not change. The root logger is never
+            changed.
 
     Raises:
         ConfigError: If `log_level` or the variable is not a level.

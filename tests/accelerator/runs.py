@@ -38,7 +38,7 @@ def run(folder: Path, *command: str, code: int = 0, timeout: float = 120, **more
         timeout: Time limit in seconds.
         more: Additional environment variables.
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
         env=make_environment(folder, **more),
@@ -46,9 +46,9 @@ def run(folder: Path, *command: str, code: int = 0, timeout: float = 120, **more
         text=True,
         timeout=timeout,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == code, said
-    return said
+    output = result.stdout + result.stderr
+    assert result.returncode == code, output
+    return output
 
 
 def run_script(folder: Path, text: str, code: int = 0, **more: str) -> str:

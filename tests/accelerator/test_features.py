@@ -48,9 +48,9 @@ print(json.dumps([losses, peak, ooms]))
 
 def _run_loop(folder: Path, *what: str, **more: str) -> tuple[list[float], int, int, str]:
     (folder / "loop.py").write_text(_LOOP)
-    said = run(folder, "loop.py", *what, **more)
-    losses, peak, ooms = json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
-    return losses, peak, ooms, said
+    output = run(folder, "loop.py", *what, **more)
+    losses, peak, ooms = json.loads(next(line for line in output.splitlines() if line.startswith("[[")))
+    return losses, peak, ooms, output
 
 
 def test_running_out_of_memory_splits_batches_and_keeps_losses(tmp_path: Path) -> None:

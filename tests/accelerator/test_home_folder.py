@@ -45,7 +45,7 @@ def test_weights_are_read_from_where_save_model_writes_them(home):
         assert torch.equal(model.weight, expected)
 
 
-def test_shards(home):
+def test_shards_are_found_in_the_home_folder(home):
     (home / "data.jsonl").write_text('{"id": 0}\n{"id": 1}\n')
     for place in ("~/data.jsonl", "~/*.jsonl", Path("~/data.jsonl")):
         assert len(ShardedDataset(place, cache_dir="~/cache")) == 2
@@ -72,7 +72,7 @@ def test_snapshots_of_an_average(home):
     assert (home / "averaged" / "model.safetensors").is_file()
 
 
-def test_offload_folder(home):
+def test_offload_folder_is_created_in_the_home_folder(home):
     disk_offload(nn.Linear(4, 1), "~/offloaded")
     assert list((home / "offloaded").iterdir())
 

@@ -55,8 +55,8 @@ def run_loop(
 ) -> tuple[list[float], list[str]]:
     """Run LOOP and return its losses and the device names of its tensors."""
     (folder / "loop.py").write_text(LOOP)
-    said = run(folder, "loop.py", str(rate), str(first), str(last), precision, **more)
-    losses, places, device = json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
+    output = run(folder, "loop.py", str(rate), str(first), str(last), precision, **more)
+    losses, places, device = json.loads(next(line for line in output.splitlines() if line.startswith("[[")))
     assert device == places[0]
     return losses, places
 
@@ -78,8 +78,8 @@ def test_resumed_run_matches_uninterrupted_run(tmp_path: Path) -> None:
 
 def test_warning_if_the_device_has_no_rng_state_to_save(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    said = run(tmp_path, "loop.py", "0", "0", "1", "no", TOY_WITHOUT="get_rng_state,set_rng_state")
-    assert "torch.toy has no get_rng_state: its random state is not in checkpoints" in said
+    output = run(tmp_path, "loop.py", "0", "0", "1", "no", TOY_WITHOUT="get_rng_state,set_rng_state")
+    assert "torch.toy has no get_rng_state: its random state is not in checkpoints" in output
 
 
 def test_mixed_precision_uses_the_devices_autocast(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_mixed_precision_uses_the_devices_autocast(tmp_path: Path) -> None:
 
 def test_mixed_precision_is_refused_without_autocast_support(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    said = run(tmp_path, "loop.py", "0", "0", "1", "bf16", code=1, TOY_WITHOUT="get_amp_supported_dtype")
-    assert "mixed_precision='bf16', but torch.autocast does not cast to bfloat16 on toy devices; use 'no'" in said
+    output = run(tmp_path, "loop.py", "0", "0", "1", "bf16", code=1, TOY_WITHOUT="get_amp_supported_dtype")
+    assert "mixed_precision='bf16', but torch.autocast does not cast to bfloat16 on toy devices; use 'no'" in output
     block = """
     import torch
     from headway import Accelerator, AutocastKwargs

@@ -43,8 +43,8 @@ accelerator.end_training()
 
 def _launch_loop(folder: Path, *flags: str, **more: str) -> tuple[list[float], list[str]]:
     (folder / "loop.py").write_text(_LOOP)
-    said = run(folder, "-m", "headway", "launch", *flags, "loop.py", **more)
-    losses, devices = json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
+    output = run(folder, "-m", "headway", "launch", *flags, "loop.py", **more)
+    losses, devices = json.loads(next(line for line in output.splitlines() if line.startswith("[[")))
     return losses, devices
 
 
@@ -58,29 +58,29 @@ def test_launch_uses_both_devices_and_matches_two_cpu_ranks(tmp_path: Path) -> N
 
 def test_missing_process_group_backend_is_explained(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(_LOOP)
-    said = run(tmp_path, "-m", "headway", "launch", "loop.py", code=1, TOY_WITHOUT="group")
-    assert "UnsupportedError: torch.distributed has no default backend for tensors on toy devices" in said
-    assert "InitProcessGroupKwargs(backend='cpu:gloo,toy:<backend>')" in said
+    output = run(tmp_path, "-m", "headway", "launch", "loop.py", code=1, TOY_WITHOUT="group")
+    assert "UnsupportedError: torch.distributed has no default backend for tensors on toy devices" in output
+    assert "InitProcessGroupKwargs(backend='cpu:gloo,toy:<backend>')" in output
 
 
 def test_more_ranks_than_devices_are_refused(tmp_path: Path) -> None:
-    said = run(tmp_path, "-m", "headway", "launch", "-n", "3", "-m", "json.tool", code=2)
-    assert "3 processes per machine" in said
-    assert "shows 2 (toy)" in said
+    output = run(tmp_path, "-m", "headway", "launch", "-n", "3", "-m", "json.tool", code=2)
+    assert "3 processes per machine" in output
+    assert "has 2 (toy)" in output
 
 
 def test_gpu_ids_are_refused_if_the_visibility_variable_is_unknown(tmp_path: Path) -> None:
-    said = run(tmp_path, "-m", "headway", "launch", "--gpu_ids", "1", "-m", "json.tool", code=2)
-    assert "does not know which variable hides toy devices from a process" in said
+    output = run(tmp_path, "-m", "headway", "launch", "--gpu_ids", "1", "-m", "json.tool", code=2)
+    assert "does not know which variable hides toy devices from a process" in output
 
 
 def test_env_and_doctor_list_the_toy_devices(tmp_path: Path) -> None:
     assert "2 x toy (0, 1)" in run(tmp_path, "-m", "headway", "env")
-    said = run(tmp_path, "-m", "headway", "doctor")
-    assert "2 x toy (0, 1)" in said
-    assert "all-reduce" in said
+    output = run(tmp_path, "-m", "headway", "doctor")
+    assert "2 x toy (0, 1)" in output
+    assert "all-reduce" in output
 
 
 def test_selfcheck_passes_on_the_toy_device(tmp_path: Path) -> None:
-    said = run(tmp_path, "-m", "headway", "test")
-    assert "2 processes, toy, precision no" in said
+    output = run(tmp_path, "-m", "headway", "test")
+    assert "2 processes, toy, precision no" in output

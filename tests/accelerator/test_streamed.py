@@ -16,7 +16,7 @@ torch.manual_seed(0)
 whole = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).eval()
 rows = torch.randn(3, 64)
 with torch.no_grad():
-    wanted = whole(rows)
+    expected = whole(rows)
 torch.accelerator.set_device_index(1)
 """
 
@@ -35,7 +35,7 @@ for place in ("cpu", "disk"):
     torch.accelerator.reset_peak_memory_stats(1)
     with torch.no_grad():
         for _ in range(3):
-            assert torch.equal(model(rows), wanted)
+            assert torch.equal(model(rows), expected)
     assert str(stream.device) == "toy:1"
     assert stream.peak_bytes == 3 * one
     assert torch.accelerator.max_memory_allocated(1) < 4 * one

@@ -27,7 +27,7 @@ torch.manual_seed(0)
 model = Net().eval()
 rows = torch.randn(3, 64)
 with torch.no_grad():
-    wanted = model(rows)
+    expected = model(rows)
 block = sum(p.nbytes for p in model.blocks[0].parameters())
 """
 
@@ -50,13 +50,13 @@ torch.toy.forget_waits()
 with torch.no_grad():
     found = placed(rows)
 assert str(found.device) == "cpu", found.device  # beside the inputs
-assert torch.equal(found, wanted)
+assert torch.equal(found, expected)
 
 whole = {str(p.device) for p in dispatch_model(Net(), {"": 1}).parameters()}
 assert whole == {"toy:1"}
 offloaded = cpu_offload(model)
 with torch.no_grad():
-    assert torch.equal(offloaded(rows).cpu(), wanted)
+    assert torch.equal(offloaded(rows).cpu(), expected)
 """,
     )
 
@@ -73,9 +73,9 @@ except DeviceMapError as error:
     print(error)
 """
     )
-    said = run_script(tmp_path, script, TOY_MEMORY=str(1 << 20))
-    assert "{0: 1048576, 1: 1048576} True" in said
-    assert "the device map uses accelerator 2; this machine has toy 0 to 1" in said
-    said = run_script(tmp_path, script, TOY_PLAIN="1", TOY_WITHOUT="mem_get_info")
-    assert "{} True" in said
-    assert "toy devices do not report how much memory is free, so no part of a model is placed on them" in said
+    output = run_script(tmp_path, script, TOY_MEMORY=str(1 << 20))
+    assert "{0: 1048576, 1: 1048576} True" in output
+    assert "the device map uses accelerator 2; this machine has toy 0 to 1" in output
+    output = run_script(tmp_path, script, TOY_PLAIN="1", TOY_WITHOUT="mem_get_info")
+    assert "{} True" in output
+    assert "toy devices do not report how much memory is free, so no part of a model is placed on them" in output

@@ -75,8 +75,8 @@ class Host:
 
     def list_pids(self) -> list[int]:
         """Return the IDs of all processes on this host."""
-        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
-        return [int(pid) for pid in found.stdout.split()]
+        result = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
+        return [int(pid) for pid in result.stdout.split()]
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to every process on this host, like a power failure or a paused virtual machine."""

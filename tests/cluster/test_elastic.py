@@ -83,9 +83,11 @@ def run_reference(folder: Path) -> list[dict]:
     """Run the script without interruption in one process with the same global batch size, and return its JSON records."""
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)
-    ran = subprocess.run([sys.executable, "train.py", "2"], cwd=folder, capture_output=True, text=True, timeout=SLACK)
-    assert ran.returncode == 0, ran.stderr
-    return parse_records(ran.stdout)
+    result = subprocess.run(
+        [sys.executable, "train.py", "2"], cwd=folder, capture_output=True, text=True, timeout=SLACK
+    )
+    assert result.returncode == 0, result.stderr
+    return parse_records(result.stdout)
 
 
 def wait_for(is_so, said) -> None:

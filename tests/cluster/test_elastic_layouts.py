@@ -95,9 +95,9 @@ def whole(tmp_path_factory) -> dict[int, dict]:
     """Return the records of an uninterrupted run on one process, keyed by update number."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "train.py").write_text(PROGRAM)
-    ran = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=SLACK)
-    assert ran.returncode == 0, ran.stderr
-    return {entry["update"]: entry for entry in parse_records(ran.stdout) if "update" in entry}
+    result = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=SLACK)
+    assert result.returncode == 0, result.stderr
+    return {entry["update"]: entry for entry in parse_records(result.stdout) if "update" in entry}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -117,9 +117,9 @@ def test_broken_link_is_reported_on_both_sides(hosts: Sequence[Host], tmp_path: 
     # torch's own timeout, which would end it otherwise, is 30 minutes.
     assert time.monotonic() - began < SLACK
     for host in hosts[:2]:
-        said = run.read_output(host)
-        assert "headway: machine 2 (host host-c, 10.77.0.3) has sent no heartbeat for " in said
-        assert "; rank 2 was on it" in said
+        output = run.read_output(host)
+        assert "headway: machine 2 (host host-c, 10.77.0.3) has sent no heartbeat for " in output
+        assert "; rank 2 was on it" in output
     assert "headway: machine 0 (host host-a, 10.77.0.1) has sent no heartbeat for " in run.read_output(hosts[2])
     assert "headway: machine 2 has ended its processes" in run.read_output(hosts[2])
 
@@ -140,19 +140,19 @@ def test_dead_machine_is_reported_at_once(hosts: Sequence[Host], tmp_path: Path)
     run.wait_for_the_first_update()
     hosts[0].send(signal.SIGKILL)
     assert run.wait_for_exit(1) == 1
-    said = run.read_output(hosts[1])
-    assert "headway: machine 0 (host host-a, 10.77.0.1) is gone: its launcher ended without a message" in said
-    assert said.count("Traceback") == 0
+    output = run.read_output(hosts[1])
+    assert "headway: machine 0 (host host-a, 10.77.0.1) is gone: its launcher ended without a message" in output
+    assert output.count("Traceback") == 0
 
 
 def test_failed_rank_ends_the_run_on_all_machines_with_one_exit_code(hosts: Sequence[Host], tmp_path: Path) -> None:
     run = Run(hosts[:2], tmp_path, 7, "--log_dir", "logs")
     assert [run.wait_for_exit(0), run.wait_for_exit(1)] == [1, 1]
     for host in run.hosts:
-        said = run.read_output(host)
-        assert "headway: rank 1 of 2 failed first, at train.py:" in said
-        assert "(host host-b, pid " in said
-        assert said.count("\nOSError: the disk of this machine is full") == 1
+        output = run.read_output(host)
+        assert "headway: rank 1 of 2 failed first, at train.py:" in output
+        assert "(host host-b, pid " in output
+        assert output.count("\nOSError: the disk of this machine is full") == 1
 
 
 def test_missing_machine_is_reported_on_the_machines_that_wait(hosts: Sequence[Host], tmp_path: Path) -> None:

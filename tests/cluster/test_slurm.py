@@ -58,10 +58,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 def run(command: str, folder: Path, variables: dict[str, str]) -> tuple[int, list[dict], str]:
     (folder / "train.py").write_text(PROGRAM)
-    ran = subprocess.run(command.split(), cwd=folder, env={**variables, "HEADWAY_HOME": str(folder)},
+    result = subprocess.run(command.split(), cwd=folder, env={**variables, "HEADWAY_HOME": str(folder)},
                          capture_output=True, text=True, timeout=80)  # fmt: skip
-    told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    return ran.returncode, sorted(told, key=lambda entry: int(entry["RANK"])), ran.stderr
+    told = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return result.returncode, sorted(told, key=lambda entry: int(entry["RANK"])), result.stderr
 
 
 def test_one_task_per_node_starts_the_local_ranks(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_preempted_recipe_is_requeued_and_resumes(slurm: dict[str, str], tmp_pat
         assert {entry["update"] for entry in entries() if entry["resumed"]} == set(range(6, 21))
 
 
-def test_open_mpi_with_a_hostfile(tmp_path: Path) -> None:
+def test_open_mpi_with_a_hostfile_starts_all_ranks(tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
     (tmp_path / "hostfile").write_text("localhost slots=2\n")

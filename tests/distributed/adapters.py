@@ -252,11 +252,11 @@ def gather_parameters(accelerator: Accelerator, model: nn.Module) -> dict[str, t
     return found
 
 
-def find_differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+def find_differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of the parameters that are missing on one side or differ by more than `CLOSE`."""
-    if found.keys() != wanted.keys():
-        return sorted(found.keys() ^ wanted.keys())
-    return [name for name, value in found.items() if float((value - wanted[name].detach()).abs().max()) > CLOSE]
+    if found.keys() != expected.keys():
+        return sorted(found.keys() ^ expected.keys())
+    return [name for name, value in found.items() if float((value - expected[name].detach()).abs().max()) > CLOSE]
 
 
 @dataclass(frozen=True)

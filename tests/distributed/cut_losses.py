@@ -40,12 +40,12 @@ def open_accelerator(**options: Any) -> Iterator[Accelerator]:
 
 def compare_gradients(model: nn.Module, whole: nn.Module, tolerance: float) -> None:
     """Compare a sharded model's gradients with those of a whole model, relative to the largest gradient."""
-    wanted = {name: p.grad for name, p in whole.named_parameters()}
-    largest = max(float(grad.abs().max()) for grad in wanted.values() if grad is not None)
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None)
     for name, parameter in model.named_parameters():
         grad: Any = parameter.grad
         grad = grad.full_tensor() if is_dtensor(grad) else grad
-        assert float((grad - wanted[name]).abs().max()) <= tolerance * largest, name
+        assert float((grad - expected[name]).abs().max()) <= tolerance * largest, name
 
 
 class CustomLossGPT(nn.Module):
@@ -92,9 +92,9 @@ def check_custom_losses() -> None:
                 build_seeded(0, lambda kind=kind, ignored=ignored: CustomLossGPT(kind, ignored))
             )
             for targets in batches:
-                wanted, mine = whole(ids, targets), model(ids, targets)
-                assert abs(mine.item() - wanted.item()) < 1e-5 * wanted.item(), (kind, ignored, length)
-            wanted.backward()
+                expected, mine = whole(ids, targets), model(ids, targets)
+                assert abs(mine.item() - expected.item()) < 1e-5 * expected.item(), (kind, ignored, length)
+            expected.backward()
             accelerator.backward(mine)
             compare_gradients(model, whole, 1e-5)
     with open_accelerator() as accelerator:

@@ -22,8 +22,8 @@ import torch
 
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.loading.files import verify_checkpoint
+from headway.core.checkpoint.saving.job import SavePolicy
 from headway.core.checkpoint.saving.saver import Saver
-from headway.core.checkpoint.saving.writer import SavePolicy
 from headway.core.checkpoint.state import CollectedState
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
@@ -53,7 +53,7 @@ def make_state(value: int) -> CollectedState:
 
 def choose_writer(variant: dict) -> None:
     """Make several threads write even small files in this process, or one thread write all files."""
-    parallel_writer._LARGE = 0 if variant.get("has_threads") else 2**40
+    parallel_writer._MIN_THREADED_BYTES = 0 if variant.get("has_threads") else 2**40
 
 
 def save(root: Path, value: int, variant: dict) -> None:

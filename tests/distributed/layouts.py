@@ -68,6 +68,33 @@ def gpt_frozen() -> nn.Module:
     return model
 
 
+class ScaledBlock(Block):
+    """Block with a learned scalar that scales what the block adds."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads, 0.0)
+        self.gain = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * (super().forward(x) - x)
+
+
+def gpt_scaled() -> nn.Module:
+    """Return a GPT whose blocks and last norm have parameters without dimensions, one of which is frozen."""
+    model: Any = GPT()
+    model.blocks = nn.ModuleList(ScaledBlock(16, 2) for _ in range(3))
+    model.blocks[0].gain.requires_grad_(False)
+    return scale_norm(model)
+
+
+def scale_norm(model: Any) -> nn.Module:
+    """Scale the output of a GPT's last norm by a parameter without dimensions."""
+    model.norm.temperature = nn.Parameter(torch.tensor(0.3))
+    model.norm.register_forward_hook(lambda norm, args, output: output * norm.temperature.exp())
+    scaled: nn.Module = model
+    return scaled
+
+
 def llama(tied: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -112,7 +139,7 @@ def gpt2() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": gpt, "gpt, dropout": lambda: GPT(dropout=0.3), "gpt, frozen": gpt_frozen,
+    "gpt": gpt, "gpt, dropout": lambda: GPT(dropout=0.3), "gpt, frozen": gpt_frozen, "gpt, scaled": gpt_scaled,
     "llama": llama, "llama, tied": lambda: llama(tied=True), "gpt2": gpt2, "gemma": gemma,
 }  # fmt: skip
 

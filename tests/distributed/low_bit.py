@@ -172,6 +172,36 @@ def run_on_one_process(names: Sequence[str], model_name: str, folder: str) -> tu
     return run_by_hand(names, model_name), run_prepared("ddp", names, model_name, "", folder)
 
 
+class Large(nn.Module):
+    """Model of a million parameters, whose checkpoint is much larger than the headers of its files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 8192), nn.Linear(8192, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = self.down(self.up(x).tanh())
+        return whole
+
+
+def count_saved_bytes(layout: str, names: Sequence[str], folder: str) -> dict[str, int]:
+    """Make one update of `Large` with each optimizer, save, and return the bytes of all files of each checkpoint."""
+    skip_compiler()
+    found = {}
+    for name in names:
+        accelerator = Accelerator(cpu=True, strategy=layout)
+        model = Large()
+        model, optimizer = accelerator.prepare(model, MAKERS[name](model))
+        accelerator.backward(compute_loss(model, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = Path(folder, name)
+        accelerator.save_state(str(saved), blocking=True)
+        found[name] = sum(each.stat().st_size for each in saved.rglob("*") if each.is_file())
+        accelerator.free_memory()
+    return found
+
+
 def round_with_own_seeds(layout: str) -> list[float]:
     """Return the sum of this rank's shards after each update with stochastic rounding. Each rank has a different RNG state."""
     skip_compiler()

@@ -132,6 +132,36 @@ def make_two_optimizers(model: nn.Module) -> list[Optimizer]:
     ]
 
 
+def make_helper_groups(model: nn.Module) -> list[Optimizer]:
+    """Return Muon and AdamW with the groups of `headway.parameter_groups`."""
+    from headway import parameter_groups
+
+    groups = parameter_groups(model, 0.1, lr=0.01, layer_decay=0.5, overrides={"tokens": {"betas": (0.8, 0.99)}})
+    hidden, rest = groups.split_matrices(lr=0.02)
+    return [torch.optim.Muon(hidden), AdamW(rest)]
+
+
+def write_helper_groups(model: nn.Module) -> list[Optimizer]:
+    """Return the optimizers of `make_helper_groups`, with groups that are written by hand."""
+    named = dict(model.named_parameters())
+    matrices, vectors = (
+        [
+            [p for name, p in named.items() if f"blocks.{block}." in name and (p.ndim == 2) == is_matrix]
+            for block in (0, 1)
+        ]
+        for is_matrix in (True, False)
+    )
+    muon = [{"params": matrices[0], "lr": 0.005}, {"params": matrices[1], "lr": 0.01}]
+    rest = [
+        {"params": [named["places"]], "lr": 0.00125, "weight_decay": 0.1},
+        {"params": [named["tokens.weight"]], "lr": 0.00125, "weight_decay": 0.0, "betas": (0.8, 0.99)},
+        {"params": vectors[0], "lr": 0.0025, "weight_decay": 0.0},
+        {"params": [*vectors[1], named["norm.weight"], named["norm.bias"]], "lr": 0.005, "weight_decay": 0.0},
+        {"params": [named["head.weight"]], "lr": 0.01, "weight_decay": 0.1},
+    ]
+    return [torch.optim.Muon(muon, weight_decay=0.1), AdamW(rest)]
+
+
 # ---------------------------------------------------------------- events in mid-run
 
 
@@ -184,6 +214,7 @@ class Program:
 
     Attributes:
         optimizers: Function that returns the optimizers of a model.
+        plain_optimizers: The same for plain PyTorch. None: `optimizers`.
         schedules: For each optimizer, the function that returns its schedule. Default: no schedules.
         events: Functions to call before an update, by the number of that update.
         starts_frozen: Whether the first block is frozen at the start.
@@ -197,6 +228,7 @@ class Program:
     starts_frozen: bool = False
     is_late: bool = False
     finds_rate: str = ""
+    plain_optimizers: Callable[[nn.Module], list[Optimizer]] | None = None
 
     @property
     def freezes(self) -> bool:
@@ -222,6 +254,10 @@ PROGRAMS: dict[str, Program] = {
     "frozen for a while": Program(split_by_decay, (), {4: freeze, 13: unfreeze}),
     "two optimizers": Program(make_two_optimizers, (make_warmup, make_cosine)),
     "two optimizers, late": Program(make_two_optimizers, (make_warmup, make_cosine), is_late=True),
+    "helper": Program(make_helper_groups, (make_warmup, make_cosine), plain_optimizers=write_helper_groups),
+    "helper, late": Program(
+        make_helper_groups, (make_warmup, make_cosine), is_late=True, plain_optimizers=write_helper_groups
+    ),
     "finder": Program(split_by_layer, (make_warmup,), finds_rate="state dicts"),
     "finder, checkpoint": Program(split_by_layer, (make_warmup,), finds_rate="checkpoint"),
 }
@@ -258,7 +294,7 @@ def run_by_hand(program: Program, kind: str, changed: Program | None = None) -> 
     """
     model = build_model(kind)
     set_first_block(model, not program.starts_frozen)
-    optimizers = program.optimizers(model)
+    optimizers = (program.plain_optimizers or program.optimizers)(model)
     rows = Rows()
     batches = [torch.stack([rows[i] for i in range(n, n + WINDOW)]) for n in range(0, ROWS, WINDOW)]
     found = Results()

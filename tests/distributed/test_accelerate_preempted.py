@@ -45,9 +45,11 @@ def run_script(folder, *args, **variables):
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "headway", "launch", "--as", "accelerate", "-n", "1", "--cpu", "train.py", *args]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | variables, timeout=120)
-    losses = dict(line.split() for line in ended.stdout.splitlines() if line[:1].isdigit())
-    return ended.returncode, losses, ended.stderr
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=os.environ | variables, timeout=120
+    )
+    losses = dict(line.split() for line in result.stdout.splitlines() if line[:1].isdigit())
+    return result.returncode, losses, result.stderr
 
 
 @pytest.mark.slow

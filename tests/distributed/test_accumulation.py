@@ -71,9 +71,9 @@ def compute_gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> lis
     return copy_gradients(model)
 
 
-def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted):
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, check_device=False)
 
 
@@ -159,8 +159,8 @@ def explicit_weights() -> None:
                     loss = total if reduction == "sum" else total / mask.sum()
                     accelerator.backward(loss, weight=mask.sum(), reduction=reduction)
             everything = [value for pair in counts for n in pair for value in range(1, n + 1)]
-            wanted = sum(everything) / len(everything) if everything else 0.0
-            assert model.weight.grad.item() == pytest.approx(wanted, rel=1e-5), (seed, counts)
+            expected = sum(everything) / len(everything) if everything else 0.0
+            assert model.weight.grad.item() == pytest.approx(expected, rel=1e-5), (seed, counts)
 
 
 def padded_tail() -> None:
@@ -181,7 +181,7 @@ def padded_tail() -> None:
 def separate_windows_of_two_models() -> None:
     x, y = make_data(12)
     d, g = make_net(1), make_net(2)
-    wanted_d, wanted_g = compute_gradients(d, x, y), compute_gradients(g, x[4:], y[4:])
+    expected_d, expected_g = compute_gradients(d, x, y), compute_gradients(g, x[4:], y[4:])
     accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=3)
     d, g, loader = accelerator.prepare(d, g, DataLoader(TensorDataset(x, y), batch_size=2))
     for step, (inputs, targets) in enumerate(loader):
@@ -190,8 +190,8 @@ def separate_windows_of_two_models() -> None:
         if step:
             with accelerator.accumulate(g):
                 accelerator.backward(mse_loss(g(inputs), targets))
-    assert_equal(copy_gradients(d), wanted_d)
-    assert_equal(copy_gradients(g), wanted_g)
+    assert_equal(copy_gradients(d), expected_d)
+    assert_equal(copy_gradients(g), expected_g)
 
 
 def two_losses() -> None:
@@ -291,8 +291,8 @@ def backward_outside_accumulate() -> None:
 def clipping_by_hand() -> None:
     x, y = make_data(14)
     bare = make_net()
-    wanted = compute_gradients(bare, x, y)
-    norm = torch.stack([g.norm() for g in wanted]).norm()
+    expected = compute_gradients(bare, x, y)
+    norm = torch.stack([g.norm() for g in expected]).norm()
     accelerator = Accelerator(
         cpu=ON_CPU, gradient_accumulation_steps=5, dataloader_config=DataLoaderConfiguration(even_batches=False)
     )
@@ -301,7 +301,7 @@ def clipping_by_hand() -> None:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
     torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 3), norm, check_device=False)
-    assert_equal(copy_gradients(model), [g / 3 for g in wanted])
+    assert_equal(copy_gradients(model), [g / 3 for g in expected])
 
 
 def overflow_on_one_rank() -> None:

@@ -47,10 +47,10 @@ def compare(
     """Train in a layout and by hand; check losses and parameters. Return the accelerator, its model and the plain one."""
     accelerator = adapters.make_accelerator(layout, **options)
     plain = make()
-    wanted = adapters.train_by_hand(plain, updates=range(num_updates))
+    expected = adapters.train_by_hand(plain, updates=range(num_updates))
     model, optimizer = adapters.prepare(accelerator, make())
     losses = adapters.train(accelerator, model, optimizer, range(num_updates))
-    assert losses == pytest.approx(wanted, abs=adapters.CLOSE), layout
+    assert losses == pytest.approx(expected, abs=adapters.CLOSE), layout
     assert not find_differences(accelerator, model, plain), layout
     return accelerator, model, plain
 
@@ -95,8 +95,8 @@ def switch_and_resume(layout: str, folder: str) -> None:
         name = ("default", "other", "other")[number % 3]
         plain.set_adapter(name)
         model.set_adapter(name)
-        wanted = adapters.train_by_hand(plain, by_hand, [number])
-        assert adapters.train(accelerator, model, optimizer, [number]) == pytest.approx(wanted, abs=adapters.CLOSE)
+        expected = adapters.train_by_hand(plain, by_hand, [number])
+        assert adapters.train(accelerator, model, optimizer, [number]) == pytest.approx(expected, abs=adapters.CLOSE)
     assert not find_differences(accelerator, model, plain)
     accelerator.end_training()
 
@@ -118,8 +118,8 @@ def train_tied(layout: str, folder: str) -> None:
         model.save_pretrained(place, is_main_process=accelerator.is_main_process)
         accelerator.wait_for_everyone()
         opened = peft.PeftModel.from_pretrained(make_tied().unload(), place)
-        wanted = adapters.read_logits(plain)
-        torch.testing.assert_close(adapters.read_logits(opened), wanted, atol=adapters.CLOSE, rtol=0)
+        expected = adapters.read_logits(plain)
+        torch.testing.assert_close(adapters.read_logits(opened), expected, atol=adapters.CLOSE, rtol=0)
         accelerator.end_training()
 
 
@@ -176,10 +176,10 @@ def train_low_bit(layout: str) -> None:
         accelerator = adapters.make_accelerator(layout)
         plain, model = make_large(), make_large()
         make = getattr(optim, name)
-        wanted = adapters.train_by_hand(plain, make(adapters.list_trainable(plain), lr=1e-2))
+        expected = adapters.train_by_hand(plain, make(adapters.list_trainable(plain), lr=1e-2))
         model, optimizer = accelerator.prepare(model, make(adapters.list_trainable(model), lr=1e-2))
-        assert adapters.train(accelerator, model, optimizer) == pytest.approx(wanted, rel=close), name
-        assert wanted[0] > 1.03 * wanted[-1], name
+        assert adapters.train(accelerator, model, optimizer) == pytest.approx(expected, rel=close), name
+        assert expected[0] > 1.03 * expected[-1], name
         kinds = {type(getattr(each, "_local_tensor", each)).__name__ for each in list_states(optimizer)}
         assert any(kind.startswith("OptimState") for kind in kinds), (name, kinds)
         accelerator.end_training()
@@ -220,11 +220,11 @@ def train_fourier(layout: str) -> None:
     FourierFTLayer.get_delta_weight = transform_exactly
     accelerator = adapters.make_accelerator(layout)
     plain = make_fourier()
-    wanted = adapters.train_by_hand(plain)
+    expected = adapters.train_by_hand(plain)
     begun = dict(make_fourier().named_parameters())
     model, optimizer = adapters.prepare(accelerator, make_fourier())
     losses = adapters.train(accelerator, model, optimizer)
-    assert losses == pytest.approx(wanted, abs=adapters.CLOSE)
+    assert losses == pytest.approx(expected, abs=adapters.CLOSE)
     for name, value in adapters.gather_parameters(accelerator, model).items():
         torch.testing.assert_close(value, plain.get_parameter(name).detach(), atol=1e-9, rtol=0, msg=name)
         assert "spectrum" not in name or float((value - begun[name]).abs().max()) > 1e-3
@@ -249,12 +249,12 @@ def save_half(layout: str, folder: str) -> None:
 
 def continue_half(layout: str, folder: str) -> None:
     plain = make_lora()
-    wanted = adapters.train_by_hand(plain)
+    expected = adapters.train_by_hand(plain)
     accelerator = adapters.make_accelerator(layout)
     model, optimizer = adapters.prepare(accelerator, make_lora(seed=7))
     accelerator.load_state(Path(folder, "state"))
     losses = adapters.train(accelerator, model, optimizer, range(10, adapters.NUM_UPDATES))
-    assert losses == pytest.approx(wanted[10:], abs=adapters.CLOSE)
+    assert losses == pytest.approx(expected[10:], abs=adapters.CLOSE)
     assert not find_differences(accelerator, model, plain)
     accelerator.end_training()
 
@@ -288,8 +288,8 @@ def merge_after(layout: str, folder: str) -> None:
         values = load_file(Path(folder, "model.safetensors"))
         assert not any(merged.load_state_dict(values, strict=False))
         merged = merged.merge_and_unload()
-    wanted = adapters.read_logits(plain.merge_and_unload())
-    torch.testing.assert_close(adapters.read_logits(merged), wanted, atol=adapters.CLOSE, rtol=0)
+    expected = adapters.read_logits(plain.merge_and_unload())
+    torch.testing.assert_close(adapters.read_logits(merged), expected, atol=adapters.CLOSE, rtol=0)
     accelerator.end_training()
 
 

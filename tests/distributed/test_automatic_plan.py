@@ -42,10 +42,10 @@ def measure_difference(name: str, options: TensorParallelOptions) -> float:
     TensorParallel(cut, make_mesh(), options)
     assert torch.equal(state, torch.get_rng_state())
     assert any(get_local_shard(p).shape != p.shape for p in cut.parameters())
-    (loss, wanted), (cut_loss, grads) = compute_gradients(name, whole), compute_gradients(name, cut)
-    assert wanted.keys() == grads.keys()
-    largest = max(float(g.abs().max()) for g in wanted.values())
-    return max(abs(loss - cut_loss) / loss, *(float((wanted[n] - grads[n]).abs().max()) / largest for n in wanted))
+    (loss, expected), (cut_loss, grads) = compute_gradients(name, whole), compute_gradients(name, cut)
+    assert expected.keys() == grads.keys()
+    largest = max(float(g.abs().max()) for g in expected.values())
+    return max(abs(loss - cut_loss) / loss, *(float((expected[n] - grads[n]).abs().max()) / largest for n in expected))
 
 
 def measure_all_differences() -> dict[str, float]:
@@ -108,10 +108,10 @@ def train_from_checkpoint(layout: str | None, folder: str) -> dict[str, list[flo
     ("first", "second"), [((None, 1), ("tp", 2)), (("tp", 2), (None, 1)), (("fsdp+tp=2", 4), ("tp", 2))]
 )
 def test_checkpoints_load_in_other_layouts(first: Any, second: Any, tmp_path: Path) -> None:
-    wanted = run_ranks(train_and_save, first[1], first[0], str(tmp_path), timeout=240)[0]
+    expected = run_ranks(train_and_save, first[1], first[0], str(tmp_path), timeout=240)[0]
     found = run_ranks(train_from_checkpoint, second[1], second[0], str(tmp_path), timeout=240)[0]
-    for name in wanted:
-        assert found[name] == pytest.approx(wanted[name][2:], rel=2e-6), name
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name][2:], rel=2e-6), name
 
 
 def train_lora(layout: str | None) -> dict[str, list[float]]:
@@ -119,10 +119,10 @@ def train_lora(layout: str | None) -> dict[str, list[float]]:
 
 
 def test_lora_adapters_are_split_with_their_layers() -> None:
-    wanted, found = run_ranks(train_lora, 1, None)[0], run_ranks(train_lora, 2, "tp")[0]
-    for name in wanted:
-        assert wanted[name][3] < wanted[name][0]
-        assert found[name] == pytest.approx(wanted[name], rel=1e-5), name
+    expected, found = run_ranks(train_lora, 1, None)[0], run_ranks(train_lora, 2, "tp")[0]
+    for name in expected:
+        assert expected[name][3] < expected[name][0]
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
 def train_with_loss_parallel() -> list[list[float]]:

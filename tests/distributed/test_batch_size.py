@@ -178,7 +178,7 @@ def check_other_cases():
     return out
 
 
-def test_outside_objects_unequal_sizes_and_largest_size():
+def test_search_refuses_outside_objects_and_unequal_sizes_and_finds_the_largest():
     first, second = run_ranks(check_other_cases, 2, timeout=120)
     for out in (first, second):
         assert "belong to no prepared model" in out["outside"]
@@ -233,7 +233,7 @@ def fail_to_allocate():
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="needs RLIMIT_AS")
-def test_real_allocation_failure_on_one_rank():
+def test_allocation_failure_of_one_rank_shrinks_the_batch_of_all():
     assert run_ranks(fail_to_allocate, 2) == [[16, 2], [16, 2]]
 
 
@@ -400,7 +400,7 @@ def run_documented_example():
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_documented_example_of_accelerate(num_processes):
+def test_documented_example_of_accelerate_trains_all_ranks_alike(num_processes):
     ranks = run_ranks(run_documented_example, num_processes)
     for ((total_batch_size, num_seen, weights),) in ranks:
         assert total_batch_size == 16 * num_processes
@@ -499,8 +499,8 @@ def search_with_settings_of_the_rank(search):
     return tried, run()
 
 
-@pytest.mark.parametrize(("search", "wanted"), [("first", 64), ("largest", 40)])
-def test_ranks_that_choose_different_sizes_try_the_smallest_one(search, wanted):
+@pytest.mark.parametrize(("search", "expected"), [("first", 64), ("largest", 40)])
+def test_ranks_that_choose_different_sizes_try_the_smallest_one(search, expected):
     results = run_ranks(search_with_settings_of_the_rank, 2, search, timeout=120)
     assert results[0] == results[1]
-    assert results[0][1] == results[0][0][-1] == wanted
+    assert results[0][1] == results[0][0][-1] == expected

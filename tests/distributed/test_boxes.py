@@ -12,11 +12,12 @@ import torch
 from headway.core.checkpoint.folders import list_originals
 from headway.core.checkpoint.format.chunks import ChunkGrid
 from headway.core.checkpoint.format.manifest import read_manifest
-from headway.core.checkpoint.loading.files import TargetLayout
+from headway.core.checkpoint.loading.misfits import find_misfits
 from headway.core.checkpoint.loading.reader import CheckpointReader
-from headway.core.checkpoint.loading.restoring import find_misfits, restore_objects
+from headway.core.checkpoint.loading.restoring import restore_objects
+from headway.core.checkpoint.loading.target_layout import TargetLayout
+from headway.core.checkpoint.saving.job import SavePolicy
 from headway.core.checkpoint.saving.saver import Saver
-from headway.core.checkpoint.saving.writer import SavePolicy
 from headway.core.checkpoint.state import StatefulObjects, collect_state
 from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
@@ -94,29 +95,29 @@ def is_cut(tensor):
     return hasattr(tensor, "full_tensor")
 
 
-def fill(tensor, wanted):
-    """Copy this rank's part of `wanted` into a tensor, which may be sharded."""
-    from headway.core.weights.pieces import list_own_boxes
+def fill(tensor, expected):
+    """Copy this rank's part of `expected` into a tensor, which may be sharded."""
+    from headway.core.weights.dtensor_boxes import list_own_boxes
 
     for offsets, memory in list_own_boxes(tensor.detach()):
-        memory.copy_(wanted[tuple(slice(start, start + size) for start, size in zip(offsets, memory.shape))])
+        memory.copy_(expected[tuple(slice(start, start + size) for start, size in zip(offsets, memory.shape))])
 
 
-def get_own_part(tensor, wanted):
-    """Return the part of `wanted` that belongs on this rank, computed with torch's placements."""
+def get_own_part(tensor, expected):
+    """Return the part of `expected` that belongs on this rank, computed with torch's placements."""
     if not is_cut(tensor):
-        return wanted
+        return expected
     from torch.distributed.tensor.placement_types import _StridedShard
 
     placement = tensor.placements[0]
     if tensor.device_mesh.ndim == 1 and isinstance(placement, _StridedShard):
         world, rank = tensor.device_mesh.size(), tensor.device_mesh.get_rank()
-        parts = [half.chunk(world) for half in wanted.chunk(placement.split_factor)]
+        parts = [half.chunk(world) for half in expected.chunk(placement.split_factor)]
         return torch.cat([part[rank] if rank < len(part) else part[0][:0] for part in parts])
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     placements = [Replicate() if isinstance(each, _StridedShard) else each for each in tensor.placements]
-    local = distribute_tensor(wanted, tensor.device_mesh, placements, src_data_rank=None).to_local()
+    local = distribute_tensor(expected, tensor.device_mesh, placements, src_data_rank=None).to_local()
     for axis, each in enumerate(tensor.placements):
         if isinstance(
             each, _StridedShard
@@ -181,15 +182,15 @@ class Average:
 def check_restored(model, optimizer, salt):
     """Check that this rank holds its part of the saved values, sharded like its parameters."""
     for number, tensor in number_tensors(model):
-        wanted = get_own_part(tensor, make_values(tensor.shape, number + salt))
-        assert torch.equal(tensor.to_local() if is_cut(tensor) else tensor, wanted), number
+        expected = get_own_part(tensor, make_values(tensor.shape, number + salt))
+        assert torch.equal(tensor.to_local() if is_cut(tensor) else tensor, expected), number
     for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         state = optimizer.state[parameter]
         assert state["step"].item() == 3
         for key, more in (("exp_avg", 100), ("exp_avg_sq", 200)):
             assert is_cut(state[key]) == is_cut(parameter)
-            wanted = get_own_part(parameter, make_values(parameter.shape, number + salt + more))
-            assert torch.equal(state[key].to_local() if is_cut(parameter) else state[key], wanted), (number, key)
+            expected = get_own_part(parameter, make_values(parameter.shape, number + salt + more))
+            assert torch.equal(state[key].to_local() if is_cut(parameter) else state[key], expected), (number, key)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -227,8 +228,8 @@ def load_all(folder):
             restore_objects(parts, found, None, lambda failure: [failure] if failure else [])
             check_restored(model, optimizer, 1)
             average = parts.others["custom"][0].value
-            wanted = get_own_part(model.first.weight, make_values(average.shape, 301))
-            assert torch.equal(average.to_local() if is_cut(average) else average, wanted)
+            expected = get_own_part(model.first.weight, make_values(average.shape, 301))
+            assert torch.equal(average.to_local() if is_cut(average) else average, expected)
             count += 1
     return count
 
@@ -361,7 +362,7 @@ def save_wrongly(folder, what):
 
 
 def report_own_disk(rank, *_):
-    from headway.core.checkpoint.saving.writer import DiskShare
+    from headway.core.checkpoint.saving.job import DiskShare
 
     return DiskShare(0, 1, True, is_own_disk=True)
 

@@ -103,7 +103,10 @@ TABLE = {
 
 
 def compare_all():
-    """Return for each row of `TABLE` whether gradients and weights equal those without checkpointing."""
+    """Return for each row of `TABLE` whether gradients and weights equal those without checkpointing.
+
+    "can fail" is a control: whether the comparison notices a loss that is twice as large.
+    """
     torch.use_deterministic_algorithms(True)
     plain, found = {}, {}
     for name, (make, batch, options) in TABLE.items():
@@ -123,8 +126,48 @@ def results():
 
 
 @pytest.mark.parametrize("name", [*TABLE, "can fail"])
-def test_gradients_are_equal_bit_for_bit_on_both_ranks(results, name):
+def test_checkpointing_leaves_gradients_and_weights_equal_bit_for_bit(results, name):
     assert [rank[name] for rank in results] == [True, True]
+
+
+def toggle_on_shards():
+    """Turn checkpointing of sharded blocks off and on. Return the number of forwards per block, gradients and class names."""
+    accelerator = Accelerator(cpu=True, strategy="fsdp", kwargs_handlers=[ActivationCheckpointing()])
+    torch.manual_seed(0)
+    model = accelerator.prepare(make_stack().eval())
+    batch = torch.randn(4, 16)
+    count = 0
+
+    def count_call(*_):
+        nonlocal count
+        count += 1
+
+    for block in model[0]:
+        block.wide.register_forward_hook(count_call)
+    found = []
+    for is_enabled in (True, False, True):
+        if found:
+            toggle = accelerator.checkpoint_activations if is_enabled else accelerator.keep_activations
+            toggle(model)
+        count = 0
+        accelerator.backward(model(batch).square().mean())
+        gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+        found.append((count / len(model[0]), gradients, {type(block).__name__ for block in model[0]}))
+        model.zero_grad()
+    return found
+
+
+def test_checkpointing_of_sharded_blocks_is_turned_off_and_on():
+    torch.manual_seed(0)
+    model = make_stack().eval()
+    model(torch.randn(4, 16)).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for found in run_ranks(toggle_on_shards, 2):
+        assert [calls for calls, _, _ in found] == [2, 1, 2]
+        assert [names for _, _, names in found] == [{"FSDPBlock"}] * 3
+        for _, gradients, _ in found:
+            for gradient, wanted in zip(gradients, expected, strict=True):
+                assert torch.allclose(gradient, wanted, atol=1e-6)
 
 
 def read_transformers_flags():

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from headway import Accelerator, chunk_loss
+from headway import Accelerator, ShardingOptions, chunk_loss
 from headway.errors import UnsupportedError
+from headway.extras.chunked_loss import is_loss_chunked, restore_loss
 from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -62,6 +63,47 @@ def test_ranks_match_one_process_with_whole_logits(strategy):
         assert state.keys() == weights.keys()
         for name, value in state.items():
             assert torch.allclose(value, weights[name], rtol=1e-4, atol=1e-5), name
+
+
+def repeat_on_sharded_head(units):
+    """Chunk the loss twice and undo it twice. Return the loss and the head's gradient of each call, and the head's classes."""
+    accelerator = Accelerator(cpu=True, strategy="fsdp", kwargs_handlers=[ShardingOptions(units=units)])
+    model, head = build_model(), None
+    ids = make_tokens(0, accelerator.process_index)
+    found, classes = [], []
+    for _ in range(2):
+        chunk_loss(model)
+        assert is_loss_chunked(model)
+        assert head in (None, model.lm_head)
+        head = model.lm_head
+        accelerator.prepare(model)
+        for has_logits in (False, True):
+            outputs = model(input_ids=ids, labels=ids)
+            assert (outputs.logits is not None) == has_logits
+            accelerator.backward(outputs.loss)
+            found.append((accelerator.reduce(outputs.loss.detach(), "mean"), head.weight.grad.full_tensor()))
+            model.zero_grad()
+            if not has_logits:
+                accelerator.free_memory()
+                restore_loss(model)
+                assert not is_loss_chunked(model)
+                classes.append([each.__name__ for each in type(head).__mro__])
+    return found, classes
+
+
+@pytest.mark.parametrize(
+    ("units", "head_classes"),
+    [((), ["Linear"]), (("LlamaDecoderLayer", "lm_head"), ["FSDPLinear", "FSDPModule", "Linear"])],
+)
+def test_sharded_head_is_chunked_again_after_the_undo(units, head_classes):
+    model = build_model()
+    loss = sum(model(input_ids=make_tokens(0, rank), labels=make_tokens(0, rank)).loss for rank in range(2)) / 2
+    loss.backward()
+    for found, classes in run_ranks(repeat_on_sharded_head, 2, units):
+        assert classes == [[*head_classes, "Module", "object"]] * 2
+        for found_loss, gradient in found:
+            assert found_loss.item() == pytest.approx(loss.item(), rel=1e-5)
+            assert torch.allclose(gradient, model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def check_split_head():

@@ -149,7 +149,7 @@ def reduce_pad_broadcast():
     return out
 
 
-def test_reductions_padding_and_objects():
+def test_collectives_reduce_pad_and_broadcast_values_of_all_kinds():
     for rank, out in enumerate(run_ranks(reduce_pad_broadcast, 2)):
         assert (out["sum"], out["mean"], out["max"], out["min"]) == ([3, 6], [1.5, 3], [2, 4], [1, 2])
         assert out["scaled"] == [1.5, 3]

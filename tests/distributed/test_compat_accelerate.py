@@ -436,8 +436,8 @@ def shard_with_fsdp2_prepare_model():
 
 
 def test_fsdp2_prepare_model_shards_with_a_version_one_plugin():
-    wanted = (["DTensor"] * 4, True, True, 2, "StateDictType.FULL_STATE_DICT", "OffloadPolicy")
-    assert run_ranks(shard_with_fsdp2_prepare_model, 2) == [wanted] * 2
+    expected = (["DTensor"] * 4, True, True, 2, "StateDictType.FULL_STATE_DICT", "OffloadPolicy")
+    assert run_ranks(shard_with_fsdp2_prepare_model, 2) == [expected] * 2
 
 
 FSDP_VARIABLES = {
@@ -493,12 +493,12 @@ def train_with_plugin(way, folder):
 
 @pytest.mark.parametrize("way", ["plugin", "environment"])
 def test_version_one_plugin_trains_sharded(way, tmp_path):
-    wanted = train_by_hand()
+    expected = train_by_hand()
     ranks = run_ranks(train_with_plugin, 2, way, str(tmp_path / "state"))
     assert [(kinds, kind) for kinds, _, kind in ranks] == [(["DTensor"] * 4, "DistributedType.FSDP")] * 2
     whole = ranks[0][1]  # on rank 0 only, because of FULL_STATE_DICT
-    assert whole.keys() == wanted.keys()
-    assert all(torch.allclose(whole[name], wanted[name], atol=1e-6) for name in wanted)
+    assert whole.keys() == expected.keys()
+    assert all(torch.allclose(whole[name], expected[name], atol=1e-6) for name in expected)
 
 
 def offload_repeatedly(folder):

@@ -138,9 +138,9 @@ def train_all_kinds(regional: bool) -> dict[str, Any]:
 def test_compiled_models_match_plain_pytorch_on_two_ranks(regional: bool) -> None:
     for by_kind in run_ranks(train_all_kinds, 2, regional, timeout=300):
         for name, (norms, weights, num_graphs) in by_kind.items():
-            wanted_norms, wanted = train_by_hand(count_rows(name), has_unused=name == "unused")
-            assert norms == pytest.approx(wanted_norms, rel=5e-7, abs=2e-6), name
-            for one, other in zip(weights, wanted):
+            expected_norms, expected = train_by_hand(count_rows(name), has_unused=name == "unused")
+            assert norms == pytest.approx(expected_norms, rel=5e-7, abs=2e-6), name
+            for one, other in zip(weights, expected):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=name)
             # Compilations: whole batches, dynamic sizes, evaluation, and a last batch of one row.
             assert 1 <= num_graphs <= 4, (name, num_graphs)
@@ -206,10 +206,10 @@ def train_sharded() -> dict[str, Any]:
 
 def test_sharded_models_compile_block_by_block() -> None:
     for found in run_ranks(train_sharded, 2, timeout=300):
-        wanted, _ = train_by_hand(32)
+        expected, _ = train_by_hand(32)
         for name in ("by regions", "one graph each", "checkpointed", "whole"):
             norms, _, num_graphs = found[name]
-            assert norms == pytest.approx(wanted, rel=5e-7, abs=2e-6), name
+            assert norms == pytest.approx(expected, rel=5e-7, abs=2e-6), name
             assert num_graphs == 2, name  # one for training, one for evaluation
         assert found["bf16"][0] == pytest.approx(found["bf16, not compiled"][0], abs=2e-2)
         assert found["bf16"][2] > 0
@@ -250,12 +250,12 @@ TOKENS = torch.arange(32).reshape(2, 16)
 def test_split_model_does_not_reach_the_limit_of_recompilations() -> None:
     model = make_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wanted = []
+    expected = []
     for _ in range(3):
         loss = model(input_ids=TOKENS, labels=TOKENS).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        wanted.append(float(loss.detach()))
+        expected.append(float(loss.detach()))
     for losses in run_ranks(train_split, 2, timeout=300):
-        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert losses == pytest.approx(expected, rel=1e-5)

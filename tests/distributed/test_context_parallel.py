@@ -200,13 +200,13 @@ def check_signatures() -> None:
     ]
     for kind, args, kwargs in calls:
         whole = build_seeded(0, kind)
-        wanted = whole(*args, **kwargs)
+        expected = whole(*args, **kwargs)
         with open_accelerator() as accelerator:
             found = accelerator.prepare(build_seeded(0, kind))(*args, **kwargs)
-            if isinstance(wanted, tuple):
-                assert abs(found[1].item() - wanted[1].item()) < 1e-5 * wanted[1].item()
+            if isinstance(expected, tuple):
+                assert abs(found[1].item() - expected[1].item()) < 1e-5 * expected[1].item()
             else:
-                assert torch.allclose(found, wanted, atol=1e-5)
+                assert torch.allclose(found, expected, atol=1e-5)
 
 
 def train_penalized_by_hand(updates: int = 3) -> Curve:
@@ -420,11 +420,14 @@ def check_wrong_use() -> None:
             accelerator.prepare(build_seeded(0, lambda: SmallModel(PositionBlock)))(ids)
     with open_accelerator() as accelerator:
         with pytest.raises(
-            PrepareError, match=r"needs one stack of blocks.*are not in one ModuleList: ManualAttention"
+            PrepareError,
+            match=r"needs one stack of blocks.*are not in one ModuleList: ManualAttention\. .*are not supported: use fsdp or tp",
         ):
             accelerator.prepare(build_seeded(0, lambda: SmallModel(ManualAttention, 2)))
     with open_accelerator() as accelerator:
         model = accelerator.prepare(build_seeded(0, llama))
+        with pytest.raises(UnsupportedError, match=r"does not support pixel_values beside input_ids.*Use fsdp or tp"):
+            model(input_ids=ids, pixel_values=torch.zeros(1))
         with pytest.raises(UnsupportedError, match=r"a part of .*Llama.* was called by itself while training"):
             model.model.layers[0](torch.zeros(1, LENGTH, 16), position_embeddings=(torch.zeros(1), torch.zeros(1)))
         with pytest.raises(UnsupportedError, match="leave out use_cache and past_key_values while training"):
@@ -432,7 +435,7 @@ def check_wrong_use() -> None:
     with open_accelerator(
         dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     ) as accelerator:
-        with pytest.raises(UnsupportedError, match="is compiled, which context parallelism does not support yet"):
+        with pytest.raises(UnsupportedError, match="is compiled, which context parallelism does not support"):
             accelerator.prepare(build_seeded(0, gpt))(ids)
     with open_accelerator() as accelerator:
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):

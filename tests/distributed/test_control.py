@@ -66,7 +66,7 @@ def _error(call):
 
 
 @pytest.mark.slow
-def test_votes_over_three_processes():
+def test_votes_agree_and_name_ranks_that_differ_or_are_missing():
     results = run_ranks(vote_often, 3, timeout=200)
     assert [each["given"] for each in results] == [[0, 1, 2]] * 3
     assert abs(results[0]["keys"]) <= 3  # keys of a vote in progress are temporary

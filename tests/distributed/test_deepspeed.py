@@ -175,14 +175,14 @@ def train_with_deepspeed(recipe: Recipe) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
-def measure_differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
-    assert len(found["losses"]) == len(wanted["losses"])
+def measure_differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    assert len(found["losses"]) == len(expected["losses"])
     return {
-        "losses": max(abs(a - b) for a, b in zip(found["losses"], wanted["losses"])),
-        "norms": max(abs(a - b) for a, b in zip(found["norms"], wanted["norms"])),
+        "losses": max(abs(a - b) for a, b in zip(found["losses"], expected["losses"])),
+        "norms": max(abs(a - b) for a, b in zip(found["norms"], expected["norms"])),
         # Only rank 0 has whole weights.
         "weights": max(
-            (float((found["weights"][n] - w).abs().max()) for n, w in wanted["weights"].items() if found["weights"]),
+            (float((found["weights"][n] - w).abs().max()) for n, w in expected["weights"].items() if found["weights"]),
             default=0.0,
         ),
     }
@@ -247,11 +247,11 @@ def results() -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_training_matches_the_plain_loop(name: str, results: dict[str, list[Any]]) -> None:
-    wanted = results[TABLE[name].like][0] if TABLE[name].like else train_by_hand(TABLE[name])
-    assert results[name][0]["weights"].keys() >= wanted["weights"].keys()  # tied weights have both names
+    expected = results[TABLE[name].like][0] if TABLE[name].like else train_by_hand(TABLE[name])
+    assert results[name][0]["weights"].keys() >= expected["weights"].keys()  # tied weights have both names
     for found in results[name]:
         assert isinstance(found, dict), found
-        differences = measure_differences(found, wanted)
+        differences = measure_differences(found, expected)
         print(name, differences)
         assert max(differences["losses"], differences["norms"]) < TABLE[name].tolerance, differences
         if TABLE[name].precision == "no":

@@ -37,7 +37,7 @@ def train_each(stage: str) -> dict[str, str]:
         accelerator = adapters.make_accelerator(stage)
         plain = make(method)
         begun = {name: each.detach().clone() for name, each in plain.named_parameters()}
-        wanted = adapters.train_by_hand(plain, make_optimizer(plain))
+        expected = adapters.train_by_hand(plain, make_optimizer(plain))
         model = make(method)
         try:
             model, optimizer = accelerator.prepare(model, make_optimizer(model))
@@ -47,7 +47,7 @@ def train_each(stage: str) -> dict[str, str]:
             continue
         losses = adapters.train(accelerator, model, optimizer)
         weights = accelerator.get_state_dict(model)
-        off = max(abs(one - other) for one, other in zip(losses, wanted, strict=True))
+        off = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
         trained = [name for name, each in plain.named_parameters() if each.requires_grad and name in weights]
         if accelerator.is_main_process:
             assert trained, method

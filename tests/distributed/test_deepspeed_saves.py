@@ -140,9 +140,9 @@ def saved(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(save, 2, str(folder), timeout=500)
 
 
-def assert_close(found: Any, wanted: Any) -> None:
+def assert_close(found: Any, expected: Any) -> None:
     assert isinstance(found, list), found
-    assert max(abs(a - b) for a, b in zip(found, wanted)) < 5e-6, (found, wanted)
+    assert max(abs(a - b) for a, b in zip(found, expected)) < 5e-6, (found, expected)
 
 
 def test_each_layout_continues_like_ddp(saved: list[dict[str, Any]]) -> None:
@@ -196,9 +196,9 @@ def test_each_rank_writes_its_own_part_once(saved: list[dict[str, Any]], folder:
 def test_save_model_writes_whole_weights(saved: list[dict[str, Any]], folder: Path) -> None:
     from safetensors.torch import load_file
 
-    wanted = load_file(folder / "ddp_model" / "model.safetensors")
+    expected = load_file(folder / "ddp_model" / "model.safetensors")
     for layout in LAYOUTS:
         found = load_file(folder / f"{layout}_model" / "model.safetensors")
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
             assert torch.allclose(found[name], value, atol=1e-5), name

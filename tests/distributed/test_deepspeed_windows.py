@@ -360,6 +360,8 @@ def results() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
-def test_windows(scenario: Callable[[int], None], stage: int, results: list[dict[str, str]]) -> None:
+def test_scenario_holds_at_each_zero_stage(
+    scenario: Callable[[int], None], stage: int, results: list[dict[str, str]]
+) -> None:
     for found in results:
         assert not found[f"{scenario.__name__} {stage}"], found[f"{scenario.__name__} {stage}"]

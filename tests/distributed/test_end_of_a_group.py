@@ -164,7 +164,7 @@ def test_failure_that_the_script_catches_ends_the_run(tmp_path):
         pytest.param(CATCHES.replace("CODE", "0"), id="caught", marks=pytest.mark.matrix),
     ],
 )
-def test_failure_without_the_launcher(tmp_path, body):
+def test_failing_rank_without_the_launcher_runs_its_exit_functions_once(tmp_path, body):
     """Python runs all `atexit` functions of the process once, and the exit code is unchanged."""
     processes = start_without_launcher(tmp_path, body)
     try:
@@ -207,7 +207,7 @@ def test_whole_error_is_printed_before_the_process_ends(tmp_path, body):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_interrupted_ranks_without_the_launcher(tmp_path):
+def test_interrupted_ranks_without_the_launcher_exit_by_the_signal(tmp_path):
     """All ranks reach their end, but may have started different device operations, so no rank destroys the group."""
     processes = start_without_launcher(tmp_path, INTERRUPTED)
     try:

@@ -57,6 +57,9 @@ def test_readme_table_names_every_example():
         EXAMPLES / "demo.py",
         EXAMPLES / "text.py",
         EXAMPLES / "mixture.py",
+        EXAMPLES / "chat.py",
+        EXAMPLES / "dpo.py",
+        EXAMPLES / "pretrain.py",
         EXAMPLES / "recipe" / "recipe.py",
         EXAMPLES / "vision.py",
         EXAMPLES / "fsdp.py",
@@ -87,10 +90,10 @@ def test_all_feature_examples_learn_on_two_processes():
 
 def launch(*args: str, cwd: Path) -> str:
     command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2", *args]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "drift apart" not in done.stderr  # forecasts also step an optimizer that is not prepared
-    return done.stdout
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "drift apart" not in result.stderr  # forecasts also step an optimizer that is not prepared
+    return result.stdout
 
 
 def test_vision_example_learns_digits(tmp_path):
@@ -125,11 +128,11 @@ def read_source_losses(folder: Path) -> dict[int, dict[str, float]]:
 def test_mixture_example_continues_on_two_processes_after_a_kill(tmp_path):
     """The run is killed on one process and continued on two. Its losses equal those of the undisturbed run."""
     sizes = ["--updates", "12", "--files", "3", "--save-every", "2", "--kill-at", "5", "--out", str(tmp_path)]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(EXAMPLES / "mixture.py"), *sizes], capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "killed at update 5 on 1 process, continued on 2" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "killed at update 5 on 1 process, continued on 2" in result.stdout
     expected, found = (read_source_losses(tmp_path / name) for name in ("undisturbed", "stopped"))
     assert found.keys() == expected.keys()
     assert len(expected) >= 4
@@ -139,20 +142,53 @@ def test_mixture_example_continues_on_two_processes_after_a_kill(tmp_path):
 
 
 @pytest.mark.slow
+def test_chat_example_answers_and_stops(tmp_path):
+    out = launch(str(EXAMPLES / "chat.py"), cwd=tmp_path)
+    assert re.search(r"\[train\]It is \w+\.<\|im_end\|>\[/train\]", out)
+    num_right, num_questions = map(int, re.search(r"(\d+) of (\d+) responses are right and end", out).groups())
+    assert num_questions == 12
+    assert num_right > 9
+
+
+@pytest.mark.slow
+def test_dpo_example_prefers_the_chosen_responses(tmp_path):
+    """tests/distributed/test_dpo.py compares the example with plain PyTorch."""
+    out = launch(str(EXAMPLES / "dpo.py"), "--updates", "20", cwd=tmp_path)
+    assert re.search(r"chosen:.*\[train\]The capital of (.+) is .*rejected:.*\[train\]", out, re.DOTALL)
+    accuracy, margin = re.search(r"50 other pairs: .*rewards/accuracies (.*), rewards/margins (.*)", out).groups()
+    assert float(accuracy) == 1
+    assert float(margin) > 2
+
+
+@pytest.mark.slow
+def test_pretraining_example_tokenizes_learns_and_continues(tmp_path):
+    options = ("--out", str(tmp_path / "run"), "--files", "20")
+    out = launch(str(EXAMPLES / "pretrain.py"), *options, "--updates", "40", cwd=tmp_path)
+    num_tokens = re.search(r"stdlib\.idx: ([\d,]+) tokens in 20 documents, uint16", out)[1]
+    assert f"{num_tokens} tokens, " in out
+    losses = [float(loss) for loss in re.findall(r"update \d+: loss (.*)", out)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 7  # log(1024) = 6.93
+    out = launch(str(EXAMPLES / "pretrain.py"), *options, "--updates", "60", cwd=tmp_path)
+    assert re.findall(r"update (\d+): loss", out) == ["60"]
+    assert "20 documents" not in out
+
+
+@pytest.mark.slow
 def test_demo_ends_with_the_same_loss_despite_failures(tmp_path):
     """`make demo` has a real allocation failure, a SIGKILL and a restart. The loss stays the same up to rounding."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(EXAMPLES / "demo.py")], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "memory ran out on rank 1 with pieces of 16 rows" in done.stdout
-    assert "rank 0 was ended by SIGKILL" in done.stdout
-    assert "resumed after 20 updates" in done.stdout
-    assert "The kill cost 4 updates." in done.stdout
-    undisturbed, troubled = map(float, re.findall(r"loss after 40 updates: (.*)", done.stdout))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "memory ran out on rank 1 with pieces of 16 rows" in result.stdout
+    assert "rank 0 was ended by SIGKILL" in result.stdout
+    assert "resumed after 20 updates" in result.stdout
+    assert "The kill cost 4 updates." in result.stdout
+    undisturbed, troubled = map(float, re.findall(r"loss after 40 updates: (.*)", result.stdout))
     assert undisturbed == pytest.approx(troubled, rel=1e-5)
     assert 1 < undisturbed < 3.5
-    page = Path(re.search(r"file://(\S+)", done.stdout)[1])
+    page = Path(re.search(r"file://(\S+)", result.stdout)[1])
     assert "undisturbed" in page.read_text()
 
 
@@ -169,13 +205,13 @@ def test_nothing_is_lost_example_ends_with_the_same_loss(tmp_path):
     losses = {}
     for is_troubled in (False, True):
         flags = ["--trouble"] if is_troubled else []
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2", "--max_restarts", "1",
              str(EXAMPLES / "nothing_is_lost.py"), *flags],
             cwd=tmp_path, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
-        output = done.stdout + done.stderr
-        assert done.returncode == 0, output
+        output = result.stdout + result.stderr
+        assert result.returncode == 0, output
         assert ("memory ran out on rank 1" in output) == is_troubled, output
         assert ("rank 0 was ended by SIGKILL" in output) == is_troubled, output
         assert ("after 10 updates, epoch 3" in output) == is_troubled, output

@@ -12,7 +12,7 @@ from torch import nn
 from headway import Accelerator, ActivationCheckpointing, ShardingOptions
 from headway.core.weights.pieces import is_dtensor
 from headway.errors import HeadwayError, PrepareError
-from headway.planning.compare import plan
+from headway.planning.plan import plan
 from tests.devices import ON_CPU
 from tests.distributed import layouts
 from tests.distributed.layouts import (
@@ -188,9 +188,9 @@ def test_router_loss_uses_each_ranks_tokens(layout, num_ranks):
     found = [model(input_ids=part, labels=part) for part in parts]
     (sum(each.loss for each in found) / 2).backward()
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
-    wanted = [sum(each[key].item() for each in found) / 2 for key in ("loss", "aux_loss")]
+    expected = [sum(each[key].item() for each in found) / 2 for key in ("loss", "aux_loss")]
     for measured in run_ranks(measure_losses, num_ranks, layout):
-        assert measured == pytest.approx((*wanted, norm), rel=CLOSE)
+        assert measured == pytest.approx((*expected, norm), rel=CLOSE)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -324,8 +324,8 @@ def call_with_wrong_arguments() -> None:
     for given in ((x, index, index), (x, index.long(), torch.ones(2, 4)), (x[None], index.long(), index)):
         with pytest.raises(PrepareError, match=r"called with tensors of the shapes .* in this order"):
             experts(*given)
-    wanted = experts(x, index.long(), index)
-    assert torch.equal(experts(top_k_weights=index, top_k_index=index.long(), hidden_states=x), wanted)
+    expected = experts(x, index.long(), index)
+    assert torch.equal(experts(top_k_weights=index, top_k_index=index.long(), hidden_states=x), expected)
     accelerator.end_training()
 
 
@@ -335,8 +335,8 @@ def test_experts_reject_other_arguments():
 
 def test_unsupported_models_and_options_raise_errors():
     for errors in run_ranks(get_errors, 2):
-        for name, (_, _, _, wanted) in REJECTED.items():
-            assert re.search(wanted, errors[name], re.DOTALL), (name, errors[name])
+        for name, (_, _, _, expected) in REJECTED.items():
+            assert re.search(expected, errors[name], re.DOTALL), (name, errors[name])
 
 
 def compute_first_loss(strategy: str) -> float:

@@ -13,7 +13,7 @@ from headway.core.config.mesh import parse_layout
 from headway.errors import UnsupportedError
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
 from headway.planning.dry_run.drive import PipelineDriver
-from headway.planning.dry_run.trial import dry_run_rank, dry_run_stages, run_update
+from headway.planning.dry_run.rank_update import dry_run_rank, dry_run_stages, run_update
 from headway.planning.outcome import build_plan
 from tests.devices import ON_CPU
 from tests.distributed import layouts
@@ -174,7 +174,7 @@ def change_lengths(layout: str) -> list[float]:
     return found
 
 
-def test_new_shapes_on_one_rank_only():
+def test_new_shapes_on_one_rank_only_match_plain_replicas():
     """A new shape runs through the stages before the schedule, on all ranks that exchange tokens."""
     expected = run_ranks(change_lengths, 2, "ddp")[0]
     for losses in run_ranks(change_lengths, 4, "pp=2+ep=2"):
@@ -205,7 +205,7 @@ def measure_update() -> tuple[Any, int]:
     accelerator = Accelerator(cpu=True, strategy="pp=2+ep=2", kwargs_handlers=[FOR_PLAN.pipeline])
     model = accelerator.prepare(make_for_plan())
     drive = PipelineDriver(accelerator.strategy, "1f1b", TokenBatch(6))
-    trial = run_update(model, parse_layout("pp=2+ep=2").resolve(4), TokenBatch(6), sgd, drive=drive)
+    trial = run_update(model, parse_layout("pp=2+ep=2").resolve(4), TokenBatch(6), sgd, driver=drive)
     return trial, sum(p.to_local().nbytes for p in model.parameters() if not p.is_meta)  # type: ignore[attr-defined]
 
 

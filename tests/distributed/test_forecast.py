@@ -9,6 +9,20 @@ from tests.distributed.ranks import run_ranks
 BY_NAME = {str(setting): setting for _, setting in ROWS}
 
 
+def check_forecast(model: str, setting: Setting) -> None:
+    """Check that the forecast is within 3 % of the smallest peak that a rank has in three runs, or in nine.
+
+    gloo's threads sometimes free memory a moment late, more often on a busy machine, which adds to a peak. So more runs can
+    show that the forecast is not too low, but none can hide that it is too high.
+    """
+    predicted, least, most = compare_with_ranks(model, setting, runs=3)
+    if predicted < 0.97 * least:
+        _, *again = compare_with_ranks(model, setting, runs=6)
+        least, most = min(least, again[0]), max(most, again[1])
+    assert predicted == pytest.approx(least, rel=0.03)
+    assert predicted <= most * 1.03
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "setting"),
@@ -25,20 +39,13 @@ BY_NAME = {str(setting): setting for _, setting in ROWS}
 )
 @pytest.mark.filterwarnings("ignore")
 def test_forecast_peak_matches_real_ranks(model, setting):
-    predicted, least, most = compare_with_ranks(
-        model, BY_NAME[setting], runs=3
-    )  # under load, a rank may hold more memory for a while
-    assert predicted == pytest.approx(least, rel=0.03)
-    assert predicted <= most * 1.03
+    check_forecast(model, BY_NAME[setting])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_forecast_includes_moving_averages():
-    setting = Setting("fsdp", 2, averages=2)
-    predicted, least, most = compare_with_ranks("GPT", setting, runs=3)
-    assert predicted == pytest.approx(least, rel=0.03)
-    assert predicted <= most * 1.03
+    check_forecast("GPT", Setting("fsdp", 2, averages=2))
 
 
 @pytest.mark.parametrize(

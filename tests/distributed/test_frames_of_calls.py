@@ -12,7 +12,13 @@ from headway.common.callsite import is_headway_file
 from headway.verify import script_frames
 from tests.distributed.ranks import run_ranks
 
-LAYOUTS: list[dict[str, Any]] = [{}, {"strategy": "fsdp"}, {"strategy": "tp"}, {"microbatching": "auto"}]
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"strategy": "fsdp"},
+    {"strategy": "tp"},
+    {"strategy": "ep"},
+    {"microbatching": "auto"},
+]
 
 
 class FunctionsOnStack(TorchFunctionMode):
@@ -33,18 +39,28 @@ class FunctionsOnStack(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def call_model(model: torch.nn.Module) -> torch.Tensor:
-    return model(torch.ones(2, 4)).sum()  # type: ignore[no-any-return]
+def build_model(strategy: str | None) -> torch.nn.Module:
+    if strategy == "ep":
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        experts = {"num_local_experts": 2, "num_key_value_heads": 2, "num_experts_per_tok": 1}
+        return MixtralForCausalLM(MixtralConfig(vocab_size=8, **sizes, **experts))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    if strategy == "tp":
+        model.tp_plan = {"0": "colwise", "1": "rowwise"}  # type: ignore[assignment]
+    return model
+
+
+def call_model(model: torch.nn.Module, strategy: str | None) -> None:
+    model(torch.zeros(2, 4, dtype=torch.long) if strategy == "ep" else torch.ones(2, 4))
 
 
 def collect_names(layout: dict[str, Any]) -> tuple[int, set[str]]:
     accelerator = Accelerator(cpu=True, **layout)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    if layout.get("strategy") == "tp":
-        model.tp_plan = {"0": "colwise", "1": "rowwise"}
-    model = accelerator.prepare(model)
+    model = accelerator.prepare(build_model(layout.get("strategy")))
     with FunctionsOnStack() as mode:
-        call_model(model)
+        call_model(model, layout.get("strategy"))
     accelerator.free_memory()
     return mode.num_calls, mode.names
 

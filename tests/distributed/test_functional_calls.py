@@ -9,9 +9,9 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import mse_loss
 
-from headway import Accelerator, ShardingOptions
-from headway.core.strategies import ddp
-from headway.core.strategies.fully_sharded.dtensors import explain_error
+from headway import Accelerator, DistributedDataParallelKwargs, ShardingOptions
+from headway.core.strategies import ddp_errors
+from headway.core.strategies.fully_sharded.dtensor_errors import explain_error
 from headway.errors import UnsupportedError
 from tests.distributed.ranks import run_ranks
 
@@ -180,10 +180,38 @@ def train_by_two_losses() -> str:
     accelerator.backward(first.sum(), retain_graph=True)
     with pytest.raises(RuntimeError) as error:
         accelerator.backward(second.sum())
-    return ddp.explain_error(error.value)
+    return ddp_errors.explain_error(error.value)
+
+
+def train_with_cache() -> str:
+    """Train on a tensor of a cache, with a search for unused parameters, and return the explained error."""
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, strategy="ddp", kwargs_handlers=[unused])
+
+    class KeyCache:
+        def __init__(self, keys: torch.Tensor) -> None:
+            self.keys = keys
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, values: torch.Tensor) -> KeyCache:
+            return KeyCache(self.layer(values))
+
+    model = accelerator.prepare(Attention())
+    with pytest.raises(RuntimeError) as error:
+        accelerator.backward(model(torch.ones(2, 3)).keys.sum())
+    return ddp_errors.explain_error(error.value)
+
+
+def test_ddp_error_for_outputs_in_caches_is_explained() -> None:
+    for messages in run_ranks(train_with_cache, RANKS):
+        assert "but not in caches of keys and values" in messages
 
 
 def test_ddp_error_for_losses_of_different_parameters_is_explained() -> None:
     for messages in run_ranks(train_by_two_losses, RANKS):
         assert "Add the losses, and call accelerator.backward once" in messages
-    assert ddp.explain_error(RuntimeError("another")) == ""
+    assert ddp_errors.explain_error(RuntimeError("another")) == ""

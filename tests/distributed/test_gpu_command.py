@@ -153,7 +153,7 @@ def test_allocator_limit_is_set_and_removed():
 
 
 @pytest.mark.slow
-def test_real_step_at_its_smallest_size(tmp_path):
+def test_command_runs_a_real_step_and_records_its_rows(tmp_path):
     result = run_command("out_of_memory", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path))
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     (step,) = json.loads((tmp_path / "cpu.json").read_text())["steps"].values()

@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, NonFinitePolicy
+from headway import Accelerator, NonFinitePolicy, TensorParallelOptions
 from headway.core.runtime import events
 from headway.core.training.checks import finite
 from headway.errors import NonFiniteError
 from headway.extras import stragglers
 from headway.extras.throughput import Throughput
+from tests.distributed.layouts import VOCABULARY
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_pretrained import make_two_head_llama
 
 NAN, INF = float("nan"), float("inf")
 
@@ -182,9 +184,49 @@ def slow_rank_is_named() -> None:
     )
 
 
+def flops_of_split_layers_are_those_of_the_model() -> None:
+    """Under `tp`, each of two ranks computes half of both layers, for the same rows."""
+    accelerator = Accelerator(
+        cpu=True, strategy="tp=2", kwargs_handlers=[TensorParallelOptions(plan={"0": "colwise", "2": "rowwise"})]
+    )
+    meter = accelerator.throughput
+    meter.count_flops()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=3)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+    for (x,) in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    # Per sample: 2 * (4 * 8 + 8 * 2) each for forward and for weight gradients, plus 2 * 8 * 2 for the input gradient
+    # of the second layer.
+    assert meter.flops_per_sample == 2 * 2 * (4 * 8 + 8 * 2) + 2 * 8 * 2
+    accelerator.free_memory()
+
+
+def flops_of_split_sequences_are_those_of_the_model() -> None:
+    """Under `cp`, each of two ranks computes half of each sequence. The first forward also checks the model."""
+    accelerator = Accelerator(cpu=True, strategy="cp=2")
+    meter = accelerator.throughput
+    meter.count_flops()
+    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 6
+    model = make_two_head_llama(tied=False)
+    data: DataLoader[Any] = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    # Per token, 6 for each parameter of a linear layer: two blocks of attention and MLP, and the head. The attention
+    # itself is not in torch's counts on a CPU.
+    assert meter.flops_per_sample == 16 * 6 * (2 * (4 * 16 * 16 + 3 * 16 * 32) + 16 * VOCABULARY)
+    accelerator.free_memory()
+
+
 SCENARIOS = [
     non_finite_loss_on_one_rank, nan_in_early_micro_batch_of_one_rank, non_finite_gradient_on_one_rank, all_ranks_raise,
     all_ranks_stop_at_the_same_batch, automatic_microbatching, slow_rank_is_named,
+    flops_of_split_layers_are_those_of_the_model, flops_of_split_sequences_are_those_of_the_model,
 ]  # fmt: skip
 
 

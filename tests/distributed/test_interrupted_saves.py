@@ -27,10 +27,10 @@ threading.Event().wait(60)
 
 
 def test_background_save_is_completed_after_ctrl_c(tmp_path):
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", BACKGROUND_SAVE, str(tmp_path / "run")], capture_output=True, text=True
     )
-    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert result.returncode == -signal.SIGINT, result.stderr
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "latest"]
     verify_checkpoint(folder / "checkpoint_0")

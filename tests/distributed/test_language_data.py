@@ -203,5 +203,5 @@ def test_source_losses_are_means_over_their_rows(world_size):
     expected = [compute_means(rows[start : start + 32], "loss/") for start in range(0, 111, 32)]
     for by_row, by_token in run_ranks(compute_source_losses, world_size):
         assert [each.keys() for each in by_row] == [each.keys() for each in expected]
-        assert all(each == pytest.approx(wanted) for each, wanted in zip(by_row, expected))
+        assert all(each == pytest.approx(expected_means) for each, expected_means in zip(by_row, expected))
         assert by_token == pytest.approx(compute_means(rows, "token/"))

@@ -78,11 +78,11 @@ def check_sharded(reports, expected_losses):
         assert report["sizes"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1, "cp": 1, "sp": 1}
 
 
-def are_close(found, wanted):
-    return all(abs(a - b) < 5e-5 for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True))
+def are_close(found, expected):
+    return all(abs(a - b) < 5e-5 for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def test_layout_by_headway_and_accelerate_flags(tmp_path, expected_losses):
+def test_flags_of_headway_and_accelerate_select_the_same_layout(tmp_path, expected_losses):
     headway_reports = read_reports(launch(tmp_path, PLAIN_SCRIPT, "-n", "2", "--cpu", "--strategy", "fsdp"))
     check_sharded(headway_reports, expected_losses)
     result = launch(
@@ -97,7 +97,7 @@ def test_layout_by_headway_and_accelerate_flags(tmp_path, expected_losses):
     assert "without effect: --fsdp_version (Headway uses FSDP2)" in result.stderr
 
 
-def test_layout_by_accelerate_config_file_and_by_plugin(tmp_path, expected_losses):
+def test_config_file_of_accelerate_and_plugin_select_the_same_layout(tmp_path, expected_losses):
     (tmp_path / "theirs.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 1\n"
         "  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
@@ -117,7 +117,7 @@ def test_layout_by_accelerate_config_file_and_by_plugin(tmp_path, expected_losse
     assert result.stderr.count("these have no effect here: fsdp_plugin.fsdp_version") == 1
 
 
-def test_script_conflicts_with_the_command_line(tmp_path):
+def test_conflict_of_script_and_command_line_is_refused_without_force(tmp_path):
     result = launch(tmp_path, SCRIPT.format(arguments="strategy='ddp'"), "-n", "2", "--cpu", "--strategy", "fsdp")
     assert result.returncode != 0
     assert "against --strategy fsdp on the command line: take one of them out, or add --force" in result.stderr
@@ -133,6 +133,6 @@ def test_layout_size_that_does_not_fit_the_launch_is_an_error(tmp_path):
     )
     assert result.returncode != 0
     assert (
-        "strategy 'fsdp=4' takes 4 ranks, but the run has 2; the nearest that fit 2: fsdp=2; or run 4 ranks (code: "
-        in result.stderr
+        "strategy 'fsdp=4' takes 4 ranks, but the run has 2; the nearest that fit 2: fsdp=2; or run 4 ranks "
+        "(docs/layouts.md#sizes) (code: " in result.stderr
     )

@@ -209,7 +209,7 @@ def test_augmentation_depends_only_on_seed_epoch_and_position():
     assert len(rest) == 8
 
 
-def test_augmentation_of_unbatched_items():
+def test_augmentation_of_unbatched_items_is_equal_for_any_number_of_workers():
     def numbers(num_workers):
         loader = prepare(DataLoader(RandomRows(6), batch_size=None, num_workers=num_workers))
         return [item.tolist() for item in loader]
@@ -288,7 +288,7 @@ def test_unordered_batches_are_complete():
     assert [is_last for *_, is_last in batches] == [False] * 5 + [True]
 
 
-def test_spawned_workers():
+def test_spawned_workers_read_each_row_once():
     loader = prepare(DataLoader(RandomRows(5), batch_size=2, num_workers=1, multiprocessing_context="spawn"))
     assert sorted(int(row[0]) for batch in loader for row in batch) == list(range(5))
 

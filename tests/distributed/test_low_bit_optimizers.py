@@ -5,9 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from headway.planning.plan import plan
 from tests.distributed.low_bit import (
     MAKERS,
     SAVED_AT,
+    Large,
+    compute_loss,
+    count_saved_bytes,
     load_state_of_one_process,
     load_state_of_other_package,
     override_embedding,
@@ -32,10 +36,10 @@ Neighboring levels of signed values differ by up to 0.23 of a block's scale in 4
 
 def compare(found: Any, expected: Any, has_same_blocks: bool) -> None:
     for name, each in found.items():
-        wanted = expected[name]["losses"][-len(each["losses"]) :]
+        expected_losses = expected[name]["losses"][-len(each["losses"]) :]
         close = CLOSE if has_same_blocks else BLOCKS_DIFFER.get(name, 5e-3)
-        assert each["losses"] == pytest.approx(wanted, rel=close), name
-        assert wanted[0] > 1.1 * wanted[-1], name
+        assert each["losses"] == pytest.approx(expected_losses, rel=close), name
+        assert expected_losses[0] > 1.1 * expected_losses[-1], name
 
 
 def check_layout(layout: str, num_ranks: int, names: list[str], model: str, folder: str) -> list[Any]:
@@ -53,11 +57,38 @@ def check_layout(layout: str, num_ranks: int, names: list[str], model: str, fold
 
 def test_torchao_on_two_ranks_equals_one_process_and_resumes(tmp_path):
     pytest.importorskip("torchao.optim", reason="torchao is not installed")
-    names = ["AdamW", "torchao AdamW8bit", "torchao AdamW4bit"]
+    names = ["AdamW", "torchao AdamW8bit", "torchao AdamW4bit", "torchao AdamWFp8"]
     for found in check_layout("fsdp", 2, names, "even", str(tmp_path)):
         num_bytes = [found[name]["bytes"] / found["AdamW"]["bytes"] for name in names]
         assert num_bytes[1] < 0.28
         assert num_bytes[2] < 0.15
+
+
+PLANNED = {
+    "torchao AdamW8bit": "adamw8bit", "torchao AdamW4bit": "adamw4bit", "torchao AdamWFp8": "adamwfp8",
+    "bitsandbytes AdamW8bit": "adamw8bit_bnb",
+}  # fmt: skip
+"""Name of each optimizer in a plan."""
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("ddp", 1), ("fsdp", 2)])
+def test_a_checkpoint_is_as_large_as_planned(tmp_path, layout, num_ranks):
+    """Checkpoints contain low-bit states as float32 values, which do not depend on quantization blocks."""
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    pytest.importorskip("bitsandbytes.optim", reason="bitsandbytes is not installed")
+    real = run_ranks(count_saved_bytes, num_ranks, layout, list(PLANNED), str(tmp_path), timeout=250)[0]
+    for name, num_bytes in real.items():
+        planned = plan(Large, layout, num_ranks, step=lambda model: compute_loss(model, 0), optimizer=PLANNED[name])
+        assert planned.saved.num_bytes == pytest.approx(num_bytes, rel=0.01), name
+        # In memory, the state stays in few bits.
+        assert planned.rank0.optimizer_state < 0.3 * 8 * planned.num_parameters / num_ranks
+
+
+@pytest.mark.slow
+def test_replicas_on_two_ranks_equal_one_process_and_resume(tmp_path):
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    pytest.importorskip("bitsandbytes.optim", reason="bitsandbytes is not installed")
+    check_layout("ddp", 2, [*PLANNED], "odd", str(tmp_path))
 
 
 @pytest.mark.slow
@@ -68,7 +99,7 @@ def test_blocks_that_cross_shards(tmp_path, package):
 
 
 @pytest.mark.slow
-def test_states_of_one_process_and_of_another_package(tmp_path):
+def test_state_of_one_process_loads_and_state_of_another_package_is_refused(tmp_path):
     pytest.importorskip("torchao.optim", reason="torchao is not installed")
     pytest.importorskip("bitsandbytes.optim", reason="bitsandbytes is not installed")
     for by_hand, prepared in zip(*[iter(run_ranks(load_state_of_one_process, 2, "fsdp", timeout=250)[1])] * 2):

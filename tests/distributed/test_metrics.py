@@ -44,11 +44,11 @@ def gather_all():
             "objects": [item for each in made for item in each["objects"]],
         }
     count = acc.num_processes
-    wanted = list(range(3, 12))
+    expected = list(range(3, 12))
     out["sampler"] = sorted(
-        flatten_batches(evaluate(acc, acc.prepare(_load_with_sampler(SubsetRandomSampler(wanted)))))
+        flatten_batches(evaluate(acc, acc.prepare(_load_with_sampler(SubsetRandomSampler(expected)))))
     )
-    batches = DataLoader(Numbers(16), batch_sampler=BatchSampler(wanted, 4, False))
+    batches = DataLoader(Numbers(16), batch_sampler=BatchSampler(expected, 4, False))
     out["batch sampler"] = flatten_batches(evaluate(acc, acc.prepare(batches)))
     loader = acc.skip_first_batches(acc.prepare(DataLoader(Numbers(13), batch_size=2)), 1)
     out["skipped"] = (flatten_batches(evaluate(acc, loader)), list(range(13))[2 * count :])

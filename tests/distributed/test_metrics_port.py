@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from headway.core.runtime.pulse import HeartbeatFile, PulseCall, PulseReading, create_pulse
+from headway.core.runtime.heartbeat_file import HeartbeatFile, HeartbeatReading, RecordedCall, create_file
 from headway.launch.agent.log_tail import LogTail
 from headway.launch.agent.metrics import MetricsServer, RunMetrics, find_awaited
 from tests.distributed.ranks import free_port
@@ -100,31 +100,31 @@ def test_metrics_of_a_run_of_two_processes(tmp_path):
         run.wait()
 
 
-def test_metrics_of_one_process_and_error_for_a_taken_port(tmp_path):
+def test_taken_metrics_port_is_an_error_before_the_script_starts(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os; print(os.environ['WORLD_SIZE'])")
     server = MetricsServer(0, RunMetrics(dict, lambda: 0))
     try:
         command = [sys.executable, "-m", "headway", "launch", "-n", "1", "--cpu", "--metrics_port"]
-        done = subprocess.run([*command, str(server.port), str(script)], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 1
-        assert f"headway: --metrics_port {server.port}: Address already in use; give a free port" in done.stderr
+        result = subprocess.run([*command, str(server.port), str(script)], capture_output=True, text=True, timeout=120)
+        assert result.returncode == 1
+        assert f"headway: --metrics_port {server.port}: Address already in use; give a free port" in result.stderr
     finally:
         server.stop_server()
-    done = subprocess.run([*command, str(server.port), str(script)], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    result = subprocess.run([*command, str(server.port), str(script)], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
 
 
 # ---------------------------------------------------------------- components
 
 
-def make_reading(*calls: tuple[int, float, float | None], beat: float = 100.0) -> PulseReading:
-    return PulseReading(
-        pid=1, last_beat=beat, calls=tuple(PulseCall(n, "all_reduce", "", at, left) for n, at, left in calls)
+def make_reading(*calls: tuple[int, float, float | None], beat: float = 100.0) -> HeartbeatReading:
+    return HeartbeatReading(
+        pid=1, last_beat=beat, calls=tuple(RecordedCall(n, "all_reduce", "", at, left) for n, at, left in calls)
     )
 
 
-def test_awaited_rank():
+def test_rank_that_the_others_wait_for_is_found():
     inside, outside = make_reading((7, 90.0, None)), make_reading((6, 80.0, 81.0))
     assert find_awaited({0: inside, 1: outside}, 100.0) == 1
     assert find_awaited({0: outside, 1: inside}, 100.0) == 0
@@ -136,24 +136,24 @@ def test_awaited_rank():
 
 def test_run_without_progress_is_unhealthy(tmp_path, monkeypatch):
     path = tmp_path / "pulse"
-    create_pulse(path)
+    create_file(path)
     metrics = RunMetrics(lambda: {3: path, 4: tmp_path / "none"}, lambda: 2)
     assert metrics.find_trouble() == ""  # no rank has started
-    pulse = HeartbeatFile(path)
-    pulse.record_beat(1)
-    pulse.note_progress(12, 1)
+    file = HeartbeatFile(path)
+    file.record_beat(1)
+    file.note_progress(12, 1)
     assert metrics.find_trouble() == ""
     assert parse_metrics(metrics.format_metrics())['headway_updates{rank="3"}'] == 12
     assert parse_metrics(metrics.format_metrics())["headway_restarts"] == 2
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     assert metrics.find_trouble() == "no rank on this machine has run for 60 s"
-    pulse.record_beat(2)
-    pulse.enter_collective("all_reduce", "train.py:1")
+    file.record_beat(2)
+    file.enter_collective("all_reduce", "train.py:1")
     monkeypatch.setattr(time, "monotonic", lambda: now + 61 + 121)
-    pulse.record_beat(3)
+    file.record_beat(3)
     assert metrics.find_trouble() == "121 s in a collective"
-    pulse.leave_collective(1)
+    file.leave_collective(1)
     assert metrics.find_trouble() == ""
 
 
@@ -198,7 +198,7 @@ def test_labels_are_escaped(tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text(make_log_line(values={'a "b"\\\n': 1, "inf": "inf"}))
     path = tmp_path / "pulse"
-    create_pulse(path)
+    create_file(path)
     HeartbeatFile(path).set_log(str(log))
     text = RunMetrics(lambda: {0: path}, lambda: 0).format_metrics()
     assert 'headway_logged{name="a \\"b\\"\\\\\\n"} 1\n' in text

@@ -84,9 +84,9 @@ def prepare_with_meta_buffer(layout: str, is_on_rank_0: bool) -> list[float]:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_buffer_without_values_is_an_error_on_all_ranks(layout):
-    with pytest.raises(RankFailed) as told:
+    with pytest.raises(RankFailed) as exc_info:
         run_ranks(prepare_with_meta_buffer, 2, layout, True)
-    assert str(told.value).count("these of its buffers are on the meta device: table") == 2
+    assert str(exc_info.value).count("these of its buffers are on the meta device: table") == 2
 
 
 def test_buffer_without_values_gets_those_of_rank_0():

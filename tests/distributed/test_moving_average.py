@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from headway import Accelerator, ExponentialMovingAverage, LocalSGD, PowerDecay, reconstruct_average
+from headway.core.checkpoint.format.manifest import read_manifest
 from headway.errors import HeadwayError, StateError, UnsupportedError
 from tests.devices import ON_CPU
 from tests.distributed.layouts import VOCABULARY, gpt
@@ -184,8 +185,36 @@ def test_average_continues_after_a_resume(
         for key, values in average.items():
             torch.testing.assert_close(results[0][1][key], values, **CLOSE)
         if (other, count) == (layout, num_ranks):
-            for mine, wanted in zip(results, straight, strict=True):
-                assert all(torch.equal(*pair) for pair in zip(mine[2], wanted[2], strict=True))
+            for mine, expected in zip(results, straight, strict=True):
+                assert all(torch.equal(*pair) for pair in zip(mine[2], expected[2], strict=True))
+
+
+def save_buffers_of_all_kinds(folder: Path) -> tuple[dict[str, str], int]:
+    """Save averages of buffers under pp. Return the dtypes of the saved averages, and the updates after loading."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy="pp")
+    model = make_model()
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.register_buffer("count", torch.ones(3, dtype=torch.int64))
+        block.register_buffer("phase", torch.ones(3, dtype=torch.complex64))
+        block.register_buffer("scale", torch.ones(3, dtype=torch.float32))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ema = ExponentialMovingAverage(model, decay=DECAY, buffers="average", dtype=torch.float64)
+    accelerator.forward_backward(make_batch(0), lambda ids: compute_loss(model, ids))
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.save_state(folder)
+    tensors = read_manifest(folder).tensors
+    accelerator.load_state(folder)
+    dtypes = {key.rpartition(".blocks.")[2]: entry.dtype for key, entry in tensors.items() if ".average.blocks." in key}
+    accelerator.end_training()
+    return {key: dtype for key, dtype in dtypes.items() if key[2:] in ("count", "phase", "scale")}, ema.num_updates
+
+
+@pytest.mark.slow
+def test_averaged_buffers_of_all_kinds_are_saved_under_pp(tmp_path: Path) -> None:
+    kinds = {"count": "int64", "phase": "complex64", "scale": "float64"}
+    expected = {f"{block}.{name}": dtype for block in (0, 1) for name, dtype in kinds.items()}
+    assert run_ranks(save_buffers_of_all_kinds, 2, tmp_path) == [(expected, 1)] * 2
 
 
 def resume_with_other_weights(folder: Path) -> list[float]:
@@ -248,9 +277,9 @@ def save_where_rank_0_fails(folder: Path) -> list[str]:
     accelerator.wait_for_everyone()
     errors = []
     for name in ("checkpoint", "snapshot"):
-        with pytest.raises((HeadwayError, OSError)) as caught:
+        with pytest.raises((HeadwayError, OSError)) as exc_info:
             average.save_snapshot(folder / name)
-        errors.append(type(caught.value).__name__)
+        errors.append(type(exc_info.value).__name__)
     average.save_snapshot(folder / "other")
     return errors
 
@@ -295,9 +324,9 @@ def test_average_of_another_width_is_reconstructed_from_any_layout(
     assert found.keys() == states.keys()
     power = PowerDecay(0.15).gamma + 1
     for name, trajectory in states.items():
-        wanted = sum(((k / 8) ** power - ((k - 1) / 8) ** power) * state for k, state in enumerate(trajectory, 1))
+        expected = sum(((k / 8) ** power - ((k - 1) / 8) ** power) * state for k, state in enumerate(trajectory, 1))
         bound = result.error * torch.stack(trajectory).std(dim=0, correction=0)
-        assert bool(((found[name] - wanted).abs() <= bound + 1e-4).all()), name
+        assert bool(((found[name] - expected).abs() <= bound + 1e-4).all()), name
 
 
 # -------------------------------------------------------------------- errors, memory, and adapters
@@ -327,15 +356,15 @@ def swap_in_shards() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    wanted = read()
+    expected = read()
     for number in range(3):
         update(number)
-        wanted = [DECAY * old + (1 - DECAY) * new for old, new in zip(wanted, read())]
+        expected = [DECAY * old + (1 - DECAY) * new for old, new in zip(expected, read())]
     assert ema.num_updates == host.num_updates == 3
     trained = read()
     for each in (ema, host):
         with pytest.raises(ZeroDivisionError), each.swap_weights():  # noqa: PT012
-            torch.testing.assert_close(read(), wanted, **CLOSE)
+            torch.testing.assert_close(read(), expected, **CLOSE)
             evaluate(model)
             with pytest.raises(StateError, match="cannot train the model"):
                 update(9)
@@ -385,9 +414,9 @@ def average_adapters(layout: str) -> dict[str, torch.Tensor]:
 @pytest.mark.matrix
 def test_only_adapters_are_averaged() -> None:
     pytest.importorskip("peft")
-    wanted = run_ranks(average_adapters, 1, "ddp")[0]
+    expected = run_ranks(average_adapters, 1, "ddp")[0]
     for layout in ("ddp", "fsdp"):
         found = run_ranks(average_adapters, 2, layout)[0]
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
             torch.testing.assert_close(found[name], value, **CLOSE)

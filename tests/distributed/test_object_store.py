@@ -170,6 +170,11 @@ def test_objects_of_a_run(proxy, port):
     free.load_state(other)
     assert copy.bias.item() == 2
     assert torch.equal(copy.weight, model.weight)
+    fresh = torch.nn.Linear(3, 1)
+    free.load_weights(fresh, other, strict=True)  # read by prepare()
+    fresh = free.prepare(fresh)
+    assert fresh.bias.item() == 2
+    assert torch.equal(fresh.weight, model.weight)
     nonces = {key.split("/")[2] for key in server.keys(port, "elsewhere/mine/")}
     assert len(nonces) == 2, "only the manifest and the files of one save may remain"
     server.s3(port).put_object(Bucket=server.BUCKET, Key="elsewhere/theirs/notes.txt", Body=b"mine")
@@ -319,9 +324,9 @@ def test_resume_skips_a_damaged_checkpoint(strategy, port):
 
 
 def get_resume_error(url, strategy, settings):
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as exc_info:
         train(url, strategy, 2, settings)
-    return (str(caught.value),)
+    return (str(exc_info.value),)
 
 
 def test_damaged_or_lost_file_is_named(proxy, port):
@@ -337,7 +342,7 @@ def test_damaged_or_lost_file_is_named(proxy, port):
 
 
 @pytest.mark.matrix
-def test_random_kills_and_errors(capsys):
+def test_store_survives_random_kills_and_errors(capsys):
     """Tests a few of each. `python -m tests.sweep.store_faults` tests hundreds."""
     processes = [
         subprocess.Popen(

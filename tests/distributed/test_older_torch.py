@@ -32,12 +32,12 @@ def test_ranks_start_and_end_with_the_old_agent(tmp_path, line, code, expected):
     (tmp_path / "sitecustomize.py").write_text(OLD_AGENT)
     (tmp_path / "script.py").write_text(line)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", "script.py"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    output = done.stdout + done.stderr
-    assert done.returncode == code, output
+    output = result.stdout + result.stderr
+    assert result.returncode == code, output
     assert "older" in output
     assert expected in output
     assert "shutdown_timeout" not in output

@@ -24,12 +24,12 @@ def check_rows(names: list[str], layout: str, folder: Path) -> None:
     assert not other, "cells as (measured now, on the page)"
 
 
-def test_sample_of_rows_under_fsdp(tmp_path):
-    check_rows(["lamb", "prodigy", "shampoo"], "fsdp", tmp_path)
+def test_sample_of_rows_in_the_table_is_true_under_fsdp(tmp_path):
+    check_rows(["lamb", "prodigy", "shampoo", "splus"], "fsdp", tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_rows(layout, tmp_path):
+def test_all_rows_of_the_table_are_true(layout, tmp_path):
     check_rows(list_names(), layout, tmp_path)

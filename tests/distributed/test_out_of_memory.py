@@ -24,7 +24,7 @@ from headway import Accelerator
 from headway.core.config.torch_kwargs import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from headway.core.runtime.device import HARDWARE
 from headway.errors import HeadwayError, MemoryExhausted, PrepareError, UnsupportedError
-from headway.extras.replay.piece_size import AllocatorPressure
+from headway.extras.replay.allocator_pressure import AllocatorPressure
 from headway.extras.replay.step import PieceStep
 from headway.extras.replay.transaction import BatchTransaction
 from tests.devices import DEVICE, ON_CPU
@@ -195,13 +195,13 @@ def choose_batch(phase: str, steps: int) -> int:
     return 5
 
 
-def compare(found: dict[str, Any], wanted: dict[str, Any], is_exact: bool) -> None:
+def compare(found: dict[str, Any], expected: dict[str, Any], is_exact: bool) -> None:
     tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-4, "atol": 1e-6}
-    torch.testing.assert_close(found["state"], wanted["state"], **tolerance)
-    torch.testing.assert_close(found["momentum"], wanted["momentum"], **tolerance)
-    torch.testing.assert_close(found["losses"], wanted["losses"], **tolerance)
+    torch.testing.assert_close(found["state"], expected["state"], **tolerance)
+    torch.testing.assert_close(found["momentum"], expected["momentum"], **tolerance)
+    torch.testing.assert_close(found["losses"], expected["losses"], **tolerance)
     for name in ("updates", "rate", "end", "scale", "windows", "grads"):
-        assert found[name] == wanted[name], name
+        assert found[name] == expected[name], name
 
 
 def run_cells_and_scenarios(cells: list[tuple[Any, ...]]) -> dict[Any, str]:
@@ -288,10 +288,10 @@ def gradient_scaler_is_restored() -> None:
                              ("first step", (0, 1), "function"), ("reserve", (1,), "function")]:  # fmt: skip
         batch = choose_batch(phase, 1)
         found = train(1, "dropout", form, Fault(phase, batch, who, rank), precision="fp16")
-        wanted = train(1, "dropout", form, Fault(), batch, precision="fp16")
+        expected = train(1, "dropout", form, Fault(), batch, precision="fp16")
         if form == "function":  # its loss was returned before memory ran out
-            found["losses"][batch] = wanted["losses"][batch]
-        compare(found, wanted, is_exact=True)
+            found["losses"][batch] = expected["losses"][batch]
+        compare(found, expected, is_exact=True)
         assert found["scale"] == 64.0 * 2**3  # six updates; the scale grows at every second one
 
 
@@ -338,9 +338,9 @@ def token_means() -> None:
                     accelerator.backward(loss(piece), weight=count(piece))
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    wanted = gradient(None, "loop", False)
+    expected = gradient(None, "loop", False)
     for limit, form in itertools.product([None, 3, 1], FORMS):
-        torch.testing.assert_close(gradient(limit, form, True), wanted, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gradient(limit, form, True), expected, rtol=1e-5, atol=1e-7)
 
 
 def unused_and_unfrozen_parameters() -> None:
@@ -462,7 +462,7 @@ def train_with_memory_limit(num_mib: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_real_memory_limit(world_size: int) -> None:
+def test_ranks_with_too_little_memory_reach_the_same_weights(world_size: int) -> None:
     """The last rank cannot hold a whole batch, so all ranks split batches and reach the same weights."""
     free, tight = (
         run_ranks(train_with_memory_limit, world_size, None),

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, ProjectConfiguration, set_seed
 from headway.core.checkpoint.folders import list_committed
 from headway.core.checkpoint.format.manifest import read_manifest
-from headway.core.checkpoint.loading import reader
+from headway.core.checkpoint.loading import copying
 from headway.core.checkpoint.loading.files import verify_checkpoint
 from headway.core.runtime import process
 from headway.core.weights import files
@@ -206,8 +206,8 @@ def copy_with_damage(root):
     machine.accelerator.wait_for_everyone()
     if not machine.accelerator.is_main_process:
         shutil.rmtree(machine.disk)
-        real = reader.write_and_sync
-        reader.write_and_sync = lambda path, data, mode: real(path, data[:-1] + bytes([data[-1] ^ 1]), mode)
+        real = copying.write_and_sync
+        copying.write_and_sync = lambda path, data, mode: real(path, data[:-1] + bytes([data[-1] ^ 1]), mode)
     machine.accelerator.wait_for_everyone()
     again = Machine(root)
     try:

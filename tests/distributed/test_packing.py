@@ -112,7 +112,7 @@ def compare(found: tuple[float, dict[str, torch.Tensor]], kind: str) -> None:
         ),
     ],
 )
-def test_packing_on_one_rank(kind: str, form: str) -> None:
+def test_packed_documents_train_like_separate_ones_on_one_rank(kind: str, form: str) -> None:
     compare(run_ranks(train_packed, 1, "", kind, form)[0], kind)
 
 
@@ -131,7 +131,7 @@ def test_packing_on_one_rank(kind: str, form: str) -> None:
         ),
     ],
 )
-def test_packing_on_two_ranks(layout: str, kind: str) -> None:
+def test_packed_documents_train_like_separate_ones_on_two_ranks(layout: str, kind: str) -> None:
     for found in run_ranks(train_packed, 2, layout, kind):
         if found[1] or layout != "fsdp":
             compare(found, kind)
@@ -139,7 +139,7 @@ def test_packing_on_two_ranks(layout: str, kind: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["pp=2+cp=2", "fsdp=2+pp=2"])
-def test_packing_on_four_ranks(layout: str) -> None:
+def test_packed_documents_train_like_separate_ones_on_four_ranks(layout: str) -> None:
     for found in run_ranks(train_packed, 4, layout, "Llama"):
         if found[1]:
             compare(found, "Llama")

@@ -20,8 +20,8 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.scenarios import capture_warnings
 
 UNTRAINED = "no optimizer updates them"
-QUICK = ("layers", "two optimizers", "unfrozen later", "frozen for a while")
-REST = ("named", "decay, late", "two optimizers, late", "added", "finder", "finder, checkpoint")
+QUICK = ("layers", "two optimizers", "helper", "unfrozen later", "frozen for a while")
+REST = ("named", "decay, late", "two optimizers, late", "helper, late", "added", "finder", "finder, checkpoint")
 UNFREEZING = ("unfrozen, added", "unfrozen, all in")
 """Programs that unfreeze parameters frozen in `prepare`. With DDP, this is an error."""
 

@@ -262,11 +262,11 @@ def test_two_processes_match_one_process_and_plain_pytorch(name: str, results: l
     recipe = TABLE[name]
     assert isinstance(results[0][name], dict), results[0][name]
     assert isinstance(results[1][name], dict), results[1][name]
-    wanted, single = train_by_hand(recipe), train_with_headway(recipe)
+    expected, single = train_by_hand(recipe), train_with_headway(recipe)
     for what in ("losses", "norms", "weights"):
         assert torch.equal(results[0][name][what], results[1][name][what]), f"{what} differ between ranks"
         for found in (single, results[0][name]):
-            torch.testing.assert_close(found[what], wanted[what], rtol=recipe.tolerance, atol=recipe.tolerance)
+            torch.testing.assert_close(found[what], expected[what], rtol=recipe.tolerance, atol=recipe.tolerance)
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])

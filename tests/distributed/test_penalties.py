@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration, TensorParallelOptions
-from headway.core.strategies.fully_sharded.dtensors import explain_error
+from headway.core.strategies.fully_sharded.dtensor_errors import explain_error
 from headway.errors import UnsupportedError
 from tests.devices import ON_CPU
 from tests.distributed.layouts import GPT, build_seeded, gather_weights, make_tokens
@@ -110,10 +110,10 @@ def test_penalty_in_a_pipeline_is_an_error() -> None:
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_penalties_match_the_hand_written_loop(layout: str) -> None:
-    wanted = train_by_hand()
+    expected = train_by_hand()
     for found in run_ranks(train_prepared, 2, layout):
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
             torch.testing.assert_close(
                 found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
             )

@@ -28,6 +28,7 @@ from headway import (
 )
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.layouts.pipeline import stage_forward as known
+from headway.layouts.pipeline.strategy import PipelineStrategy
 from tests.devices import ON_CPU
 from tests.distributed import layouts
 from tests.distributed.layouts import (
@@ -127,9 +128,9 @@ def prepare_training(*handlers: Any, model: nn.Module | None = None, **given: An
 
 def assert_same_error(accelerator: Accelerator, kind: type[HeadwayError], part: str, act: Any) -> None:
     """Assert that `act` raises the same error on both ranks, and that training can continue."""
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind) as exc_info:
         act()
-    output = accelerator.collectives.gather_objects(str(caught.value))
+    output = accelerator.collectives.gather_objects(str(exc_info.value))
     assert output[0] == output[1], output
     assert part in output[0], output
 
@@ -421,9 +422,41 @@ def changing_batches() -> None:
         batch = {"x": make_tokens(rows=4), "step": step, "names": ["a", "b", "c", f"d{step}"]}
         loss = accelerator.forward_backward(batch, lambda piece: mean_square(model, piece["x"]))
         assert abs(loss.item() - mean_square(plain, make_tokens(rows=4)).item()) < 2e-6
-    found = accelerator.strategy._runner._activations
-    assert len(found) == 2
+    assert isinstance(accelerator.strategy, PipelineStrategy)
+    assert len(accelerator.strategy._runner._activations) == 2
     known.CAPACITY = 256
+    accelerator.end_training()
+
+
+def batches_split_by_a_function() -> None:
+    """`split` slices a batch whose rows have different numbers of offsets, which are all in one tensor."""
+    accelerator, model, _ = prepare_training(*make_options("gpipe", 4))
+    plain, ids = build_seeded(0, lambda: GPT(num_blocks=2)), make_tokens(rows=4)
+    counts, offsets = torch.tensor([1, 3, 0, 2]), torch.arange(6.0)
+
+    def split(batch: Any, start: int, stop: int) -> Any:
+        ends = [0, *batch["counts"].cumsum(0).tolist()]
+        return {
+            "ids": batch["ids"][start:stop],
+            "counts": batch["counts"][start:stop],
+            "offsets": batch["offsets"][ends[start] : ends[stop]],
+        }
+
+    def compute_loss(of: nn.Module, piece: Any) -> torch.Tensor:
+        owners = torch.repeat_interleave(piece["counts"])
+        shift = torch.zeros(len(piece["ids"])).index_add(0, owners, piece["offsets"])
+        return (of(piece["ids"]) - shift[:, None, None]).square().mean()
+
+    batch = {"ids": ids, "counts": counts, "offsets": offsets}
+    loss = accelerator.forward_backward(batch, lambda piece: compute_loss(model, piece), split=split)
+    expected = compute_loss(plain, batch)
+    expected.backward()
+    assert abs(loss.item() - expected.item()) < 2e-5
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+    expected_norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    assert abs(norm - expected_norm) < 1e-5 * expected_norm
+    with pytest.raises(UnsupportedError, match=r"Use accelerator.forward_backward\(batch, fn, split=split\)"):
+        next(iter(accelerator.microbatches(batch, split=split)))
     accelerator.end_training()
 
 
@@ -539,7 +572,7 @@ def run_scenarios() -> list[str]:
             evaluation, random_states, host_random_states, second_backward_of_one_forward,
             two_backward_passes_per_step, schedules_need_functions, unsupported_losses, skip_connections,
             own_checkpoints, freezing_between_batches, out_of_memory, changing_batches,
-            not_finite, other_objects, half_precision, compiled_blocks, pipeline_example,
+            batches_split_by_a_function, not_finite, other_objects, half_precision, compiled_blocks, pipeline_example,
             micro_batch_without_weight, evaluation_under_every_schedule, odd_outputs,
         ]
     )  # fmt: skip

@@ -158,15 +158,15 @@ def check_whole_outputs() -> None:
         make_tokens(4, 4)[:, :-1],
     )
     with torch.no_grad():
-        found, wanted = model(input_ids=ids, labels=ids), plain(input_ids=ids, labels=ids)
-    assert torch.allclose(found.logits, wanted.logits, atol=1e-6)
-    assert abs(found.loss - wanted.loss) < 1e-6
+        found, expected = model(input_ids=ids, labels=ids), plain(input_ids=ids, labels=ids)
+    assert torch.allclose(found.logits, expected.logits, atol=1e-6)
+    assert abs(found.loss - expected.loss) < 1e-6
     mixed = functools.partial(_compute_loss, first=ids[0, 0])
     found = accelerator.forward_backward(ids, lambda piece: mixed(model, piece))
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
-    wanted = torch.stack([mixed(plain, piece) for piece in ids.chunk(4)]).mean()
-    wanted.backward()
-    assert abs(found.item() - wanted.item()) < 1e-6 * wanted.item()
+    expected = torch.stack([mixed(plain, piece) for piece in ids.chunk(4)]).mean()
+    expected.backward()
+    assert abs(found.item() - expected.item()) < 1e-6 * expected.item()
     assert abs(norm - nn.utils.clip_grad_norm_(plain.parameters(), 1e9)) < 1e-6 * norm
     accelerator.end_training()
 
@@ -183,8 +183,8 @@ def test_losses_of_split_sequences_match_one_process():
             here = {name: each for name, each in curve["weights"].items() if not each.is_meta}
             assert here or rank  # only rank 0 has whole weights
             curve["weights"] = here or {"": torch.zeros(1)}
-            wanted = {name: expected["weights"][name] for name in here} or {"": torch.zeros(1)}
-            off = measure_differences({**expected, "weights": wanted}, curve)
+            expected_weights = {name: expected["weights"][name] for name in here} or {"": torch.zeros(1)}
+            off = measure_differences({**expected, "weights": expected_weights}, curve)
             assert all(off[kind] < least for kind, least in test_context_parallel.CLOSE.items()), off
 
 
@@ -217,8 +217,8 @@ def forward_before_the_step() -> None:
                 one.step()
                 one.zero_grad()
             with torch.no_grad():
-                mine, wanted = model(ids), plain(ids)
-            assert torch.allclose(mine, wanted, atol=1e-5), layout
+                mine, expected = model(ids), plain(ids)
+            assert torch.allclose(mine, expected, atol=1e-5), layout
         accelerator.end_training()
 
 
@@ -261,8 +261,8 @@ def shards_without_weight() -> None:
     accelerator.forward_backward(rows, lambda piece: mean(model, *piece), weight=lambda piece: (piece[1] >= 0).sum())
     mean(plain, ids, targets).backward()
     found = accelerator.clip_grad_norm_(model.parameters(), 1e9)
-    wanted = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    assert abs(float(found - wanted)) < 1e-5 * float(wanted)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    assert abs(float(found - expected)) < 1e-5 * float(expected)
     accelerator.end_training()
 
 

@@ -11,12 +11,12 @@ from headway import Accelerator, PipelineOptions
 from headway.core.config.engines import EngineOptions
 from headway.core.config.mesh import parse_layout
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
-from headway.planning.compare import plan
 from headway.planning.dry_run.drive import ContextParallelDriver, PipelineDriver
 from headway.planning.dry_run.meter import StepMeter
-from headway.planning.dry_run.trial import dry_run_rank, dry_run_stages, run_update
+from headway.planning.dry_run.rank_update import dry_run_rank, dry_run_stages, run_update
 from headway.planning.dry_run.updates import DryRunUpdates
 from headway.planning.outcome import build_plan
+from headway.planning.plan import plan
 from tests.distributed.ranks import run_ranks
 
 LENGTH = 24
@@ -69,7 +69,7 @@ def measure_rank(make, strategy, precision, make_optimizer, is_owned=False):
 
     drive = ContextParallelDriver(accelerator.strategy, model) if layout.cp > 1 else None
     updates = DryRunUpdates(accelerator.strategy) if is_owned else None
-    trial = run_update(model, layout, compute_loss, keep, precision, drive=drive, updates=updates)
+    trial = run_update(model, layout, compute_loss, keep, precision, driver=drive, updates=updates)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     state = [value for held in made[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
@@ -145,12 +145,12 @@ def test_owners_hold_and_send_what_the_plan_predicts(make, strategy, num_ranks, 
         assert planned.shares.get_share(rank).optimizer_state == state
         dry = dry_run_rank(make, layout, rank, compute_loss, make_optimizer)
         assert (dry.states, dry.optimizer_state) == (trial.states, trial.optimizer_state)
-        sent, wanted = (
+        sent, expected = (
             {each: volume for each, volume in volumes.items() if each.kind == "all_to_all"}
             for volumes in (trial.volumes, dry.volumes)
         )
-        assert sent == wanted
-        assert [each.phase for each in wanted] == ["update"]
+        assert sent == expected
+        assert [each.phase for each in expected] == ["update"]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def measure_stages(num_ranks):
             return made[0]
 
         drive = PipelineDriver(accelerator.strategy, options.schedule, TokenBatch(6))
-        trial = run_update(model, layout, TokenBatch(6), keep, drive=drive)
+        trial = run_update(model, layout, TokenBatch(6), keep, driver=drive)
         held = [p for p in model.parameters() if not p.is_meta]
         state = [value for each in made[0].state.values() for value in each.values() if isinstance(value, torch.Tensor)]
         measured = [sum(t.nbytes for t in tensors) for tensors in (held, [p.grad for p in held], state)]
@@ -220,7 +220,7 @@ def measure_context_stages():
     accelerator = Accelerator(cpu=True, strategy="pp=2+cp=2", kwargs_handlers=[options])
     model = accelerator.prepare(make_four_layers())
     drive = PipelineDriver(accelerator.strategy, "1f1b", TokenBatch(6))
-    trial = run_update(model, parse_layout("pp=2+cp=2").resolve(4), TokenBatch(6), sgd, drive=drive)
+    trial = run_update(model, parse_layout("pp=2+cp=2").resolve(4), TokenBatch(6), sgd, driver=drive)
     held = [p.to_local() for p in model.parameters() if not p.is_meta]
     return trial, sum(t.nbytes for t in held)
 
@@ -239,12 +239,12 @@ def test_stages_with_split_sequences_hold_and_send_what_the_plan_predicts():
         share, stage = planned.shares.get_share(rank), planned.stages[layout.find_coordinates(rank)["pp"]]
         assert share.weights - share.padding - trial.buffers == weights
         assert stage.activations == trial.activations
-        sent, wanted = (
+        sent, expected = (
             {each: volume for each, volume in volumes.items() if each.kind != "all_gather" or each.axis == "cp"}
             for volumes in (trial.volumes, stage.exchanges)
         )
-        assert sent == wanted
-        assert {each.kind for each in wanted if each.axis == "cp"} >= {"all_gather", "reduce_scatter"}
+        assert sent == expected
+        assert {each.kind for each in expected if each.axis == "cp"} >= {"all_gather", "reduce_scatter"}
 
 
 def remove_handshakes(volumes):

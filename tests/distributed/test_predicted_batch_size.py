@@ -1,5 +1,6 @@
 """The predicted batch size under a real limit of the address space, on one rank and on two ranks with different limits."""
 
+import ctypes
 import resource
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from tests.distributed.ranks import run_ranks
 
 WIDTH, START = 250_000, 200
 """A row takes 1 MB in each of several activations. glibc maps each one separately, so freed memory is returned."""
+
+M_ARENA_MAX = -8
+"""Option of glibc's `mallopt` for the number of arenas, from malloc.h."""
 
 
 def search_batch_size(rooms):
@@ -43,7 +47,12 @@ def search_batch_size(rooms):
 
 
 def warm_up():
-    """Start threads and load libraries, so that they take their address space before the limit is set."""
+    """Start threads and load libraries, so that they take their address space before the limit is set.
+
+    glibc would reserve further arenas of 64 MiB of address space when threads allocate at the same time, which is a matter of
+    chance. Without them, each run has the same room.
+    """
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     update(2, 1, [0, 0])
 
 

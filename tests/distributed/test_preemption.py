@@ -129,7 +129,7 @@ def compare_all_phases(root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_signal_to_any_rank_in_any_phase(world_size, tmp_path):
+def test_signal_to_any_rank_in_any_phase_stops_all_ranks_at_one_point(world_size, tmp_path):
     (num_losses, outcomes), *others = run_ranks(compare_all_phases, world_size, str(tmp_path))
     # All ranks stop at the same point with the same message.
     assert [each for _, each in others] == [outcomes] * (world_size - 1)
@@ -312,7 +312,7 @@ def run_other_loops(root):
     return outcomes
 
 
-def test_other_loops_and_limits(tmp_path):
+def test_other_loops_and_time_limits_stop_all_ranks_alike(tmp_path):
     first, second = run_ranks(run_other_loops, 2, str(tmp_path))
     assert first["check_flag"] == second["check_flag"]
     assert first["check_flag"].index(True) in (2, 3, 4)

@@ -54,20 +54,20 @@ def load(folder: str, layout: str) -> list[str]:
     for name, make in MODELS.items():
         if "llama" not in name and "tp" in layout:
             continue  # transformers has no tensor-parallel plan for this model, or none that two ranks can follow
-        wanted = type(make()).from_pretrained(Path(folder, name)).state_dict()
+        expected = type(make()).from_pretrained(Path(folder, name)).state_dict()
         for way in ("before", "after", "rank 0"):
             model = make_lazy_model(make, way != "after" and (way != "rank 0" or accelerator.process_index > 0))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             if way == "before":
                 accelerator.load_weights(model, Path(folder, name))
             if way == "rank 0" and accelerator.process_index == 0:
-                model.load_state_dict(wanted)
+                model.load_state_dict(expected)
             model, optimizer = accelerator.prepare(model, optimizer)
             if way == "after":
                 accelerator.load_weights(model, Path(folder, name))
             found = gather_weights(model)
-            differing = [key for key in wanted if not torch.equal(found[key], wanted[key])]
-            if differing or found.keys() != wanted.keys():
+            differing = [key for key in expected if not torch.equal(found[key], expected[key])]
+            if differing or found.keys() != expected.keys():
                 failed.append(f"{layout}, {name}, {way}: {differing[:3]}")
             loss = model(make_tokens()).logits.square().mean()
             accelerator.backward(loss)
@@ -182,6 +182,23 @@ def collect_errors(folder: str) -> list[str]:
     with pytest.raises(CheckpointError, match=r"could not be read completely.*own_1\.safetensors cannot be read"):
         accelerator.prepare(model)
     return messages
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.experts.gate_up_proj"])
+def test_tensor_that_the_model_has_lost_is_an_error_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    """The first tensor is stored like this, and the second one is stacked from those of single experts."""
+    mixtral().save_pretrained(tmp_path)  # type: ignore[operator]
+    accelerator = Accelerator(cpu=ON_CPU)
+    model = mixtral()
+    weight = model.get_parameter("model.embed_tokens.weight").detach().clone()
+    accelerator.load_weights(model, tmp_path)
+    path, _, attribute = name.rpartition(".")
+    delattr(model.get_submodule(path), attribute)
+    with pytest.raises(
+        CheckpointError, match=rf"nothing was loaded.*the model had {name} when load_weights\(\) was called"
+    ):
+        accelerator.prepare(model)
+    assert torch.equal(model.get_parameter("model.embed_tokens.weight").cpu(), weight)
 
 
 def test_misfits_and_missing_files_are_errors_on_every_rank(tmp_path):

@@ -42,7 +42,7 @@ def call_on_chosen_ranks():
     return out
 
 
-def test_decorators_splitting_and_triggers():
+def test_decorators_splits_and_triggers_act_on_the_right_ranks():
     first, second = run_ranks(call_on_chosen_ranks, 2)
     assert first["split"] == {"a": [1, 2], "b": (4, 5)}
     assert second["split"] == {"a": [3, 3], "b": (6, 6)}
@@ -108,7 +108,7 @@ def draw_random_numbers():
     return common, own, after, random.random()
 
 
-def test_seeds_and_synchronized_random_states():
+def test_random_states_are_equal_only_where_requested():
     ranks = run_ranks(draw_random_numbers, 2)
     common, own, after, untouched = zip(*ranks)
     assert common[0] == common[1] == own[0]

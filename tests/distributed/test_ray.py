@@ -65,12 +65,12 @@ def test_script_for_accelerate_runs_unchanged(results):
     """The script has a temporary folder on each rank, loads what Ray returns, and does not use the adapter."""
     assert read_first_updates(results["script"]) == [0, 6]
     for rank in (0, 1):
-        wanted = read_losses(results["whole"], rank)
-        assert read_losses(results["script"], rank) == {update: wanted[update] for update in range(1, 13)}
+        expected = read_losses(results["whole"], rank)
+        assert read_losses(results["script"], rank) == {update: expected[update] for update in range(1, 13)}
 
 
 @pytest.mark.skipif(not HAS_RAY, reason=NO_RAY)
-def test_storage_on_another_file_system(results):
+def test_run_resumes_from_storage_on_another_file_system(results):
     """Ray uploads the reported checkpoints, and a run continues from a checkpoint that Ray downloads."""
     assert read_first_updates(results["distant"]) == [0, 4]
     assert sorted(read_losses(results["distant"], 0)) == list(range(1, 13))
@@ -78,8 +78,8 @@ def test_storage_on_another_file_system(results):
 
 
 def test_adapter_outside_of_ray_is_an_error():
-    wanted = ConfigError if HAS_RAY else OptionalDependencyMissing
-    with pytest.raises(wanted, match="TorchTrainer" if HAS_RAY else r"pip install 'ray\[train\]'"):
+    expected = ConfigError if HAS_RAY else OptionalDependencyMissing
+    with pytest.raises(expected, match="TorchTrainer" if HAS_RAY else r"pip install 'ray\[train\]'"):
         adapter.project()
     with pytest.raises(ConfigError, match="CheckpointConfig"):
         adapter.project(total_limit=2)

@@ -105,7 +105,7 @@ def train_by_hand(way: Callable[..., None]) -> torch.Tensor:
 
 
 def train(way: Callable[..., None], steps: int) -> None:
-    wanted = train_by_hand(way)
+    expected = train_by_hand(way)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model, optimizer = make_parts()
     loader = DataLoader(TensorDataset(*make_data()), batch_size=WINDOW // accelerator.num_processes // steps)
@@ -117,11 +117,11 @@ def train(way: Callable[..., None], steps: int) -> None:
             optimizer.zero_grad()
     assert accelerator.num_updates == ROWS // WINDOW
     assert are_equal_on_ranks(accelerator, model), "weights differ between ranks"
-    torch.testing.assert_close(flatten_weights(model), wanted)
+    torch.testing.assert_close(flatten_weights(model), expected)
 
 
 def train_without_accumulate(way: Callable[..., None]) -> None:
-    wanted = train_by_hand(way)
+    expected = train_by_hand(way)
     accelerator = Accelerator(cpu=True)
     model, optimizer = make_parts()
     model, optimizer, loader = accelerator.prepare(
@@ -132,7 +132,7 @@ def train_without_accumulate(way: Callable[..., None]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert are_equal_on_ranks(accelerator, model), "weights differ between ranks"
-    torch.testing.assert_close(flatten_weights(model), wanted)
+    torch.testing.assert_close(flatten_weights(model), expected)
 
 
 def run_way(name: str) -> dict[str, str]:

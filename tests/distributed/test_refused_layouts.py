@@ -15,9 +15,9 @@ from tests.distributed.ranks import run_ranks
 
 def assert_same_error(accelerator: Accelerator, kind: type[HeadwayError], part: str, act: Any) -> None:
     """Assert that `act` raises the same error on all ranks, and that training can continue."""
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind) as exc_info:
         act()
-    messages = accelerator.collectives.gather_objects(str(caught.value))
+    messages = accelerator.collectives.gather_objects(str(exc_info.value))
     assert all(each == messages[0] for each in messages), messages
     assert part in messages[0], messages
 
@@ -39,9 +39,9 @@ def compile_with_context_parallelism() -> None:
     """Check that a model compiled by the user can be split, and that compilation by Headway is rejected."""
     accelerator, plain, ids = Accelerator(cpu=True, strategy="cp"), build_seeded(0, gpt), make_tokens(9)
     model = accelerator.prepare(torch.compile(build_seeded(0, gpt), backend="eager"))
-    wanted, mine = plain(ids).square().mean(), model(ids).square().mean()
-    assert abs(mine.item() - wanted.item()) < 1e-5 * wanted.item()
-    wanted.backward()
+    expected, mine = plain(ids).square().mean(), model(ids).square().mean()
+    assert abs(mine.item() - expected.item()) < 1e-5 * expected.item()
+    expected.backward()
     accelerator.backward(mine)
     compare_gradients(accelerator.unwrap_model(model, keep_torch_compile=False), plain, 1e-4)
     accelerator.end_training()
@@ -83,9 +83,9 @@ def use_labels_that_cannot_be_padded() -> list[str]:
     ids, targets = make_tokens(2, rows=3)[:, :10], make_tokens(3, rows=3)[:, :10].clamp(min=1)
     if accelerator.process_index < 2:
         targets[1, :4] = -1
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as exc_info:
         model(ids, targets)
-    messages = accelerator.collectives.gather_objects(str(caught.value))
+    messages = accelerator.collectives.gather_objects(str(exc_info.value))
     accelerator.end_training()
     return messages
 

@@ -13,16 +13,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from headway.core.tracking.report import html_page, load, looks
+from headway.core.tracking.report import html_page, line_styles, load
 from tests.unit.core.tracking.report.logs import Log, write_realistic_log
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs headless Chromium: apt-get install chromium")
 
+# Runs before the page's own script, which may request a frame at once. Under virtual time there may be no frames.
+FRAMES = "window.requestAnimationFrame = (draw) => setTimeout(draw, 1);"
+
 # Runs in the page and writes its results to an attribute, which --dump-dom prints.
 PROBE = """
 Element.prototype.setPointerCapture = () => {};  // made-up pointers cannot be captured
-window.requestAnimationFrame = (draw) => setTimeout(draw, 1);  // under virtual time there may be no frames
 console.info("the probe speaks");
 const told = {}, frames = () => new Promise((done) => setTimeout(done, 200));
 const plots = [...document.querySelectorAll(".plot")], first = plots[0];
@@ -81,9 +83,11 @@ const lines = () => [...first.querySelectorAll(".line")].map((path) => path.getA
 
 def add_probe(page):
     """Return the page with the probe, and with a security policy that lets the probe run."""
-    digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
-    allowed = page.replace("script-src ", f"script-src 'sha256-{digest}' ")
-    return allowed.replace("</body>", f"<script>{PROBE}</script></body>")
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in (FRAMES, PROBE)]
+    allowed = page.replace("script-src ", "script-src " + "".join(f"'sha256-{digest}' " for digest in digests))
+    return allowed.replace("<body>", f"<body><script>{FRAMES}</script>").replace(
+        "</body>", f"<script>{PROBE}</script></body>"
+    )
 
 
 def browse(page, folder, width, height, *flags):
@@ -117,8 +121,8 @@ def read_pixels(path):
 
 
 def count_pixels(found, code):
-    wanted = [int(code[index : index + 2], 16) for index in (1, 3, 5)]
-    return int((abs(found - wanted).max(axis=-1) <= 3).sum())
+    expected = [int(code[index : index + 2], 16) for index in (1, 3, 5)]
+    return int((abs(found - expected).max(axis=-1) <= 3).sum())
 
 
 def find_charts(dom):
@@ -131,7 +135,7 @@ def find_elements(svg, first):
     return [element for element in svg.iter() if element.get("class", "").split()[:1] == [first]]
 
 
-def test_charts_have_the_expected_elements(tmp_path):
+def test_charts_break_lines_at_non_finite_values_and_mark_events(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step, value in enumerate([1.0, 2.0, "nan", "nan", 3.0, "inf", 1.0, 2.0, "-inf"]):
@@ -177,10 +181,13 @@ def test_extreme_numbers_are_drawn(tmp_path):
 
 @pytest.mark.parametrize(
     ("width", "scheme", "colors", "ground"),
-    [(1400, 1, looks.LINE_COLORS, looks.PAGE_COLOR), (600, 0, looks.LINE_COLORS_DARK, looks.PAGE_COLOR_DARK)],
+    [
+        (1400, 1, line_styles.LINE_COLORS, line_styles.PAGE_COLOR),
+        (600, 0, line_styles.LINE_COLORS_DARK, line_styles.PAGE_COLOR_DARK),
+    ],
     ids=["light-wide", "dark-narrow"],
 )
-def test_controls_and_colors_in_a_browser(width, scheme, colors, ground, tmp_path):
+def test_page_fits_the_width_and_its_controls_work_in_a_browser(width, scheme, colors, ground, tmp_path):
     runs = [
         write_realistic_log(tmp_path / f"run-{seed}", seed, steps=400, lr=lr)
         for seed, lr in ((0, 3e-4), (1, 3e-3), (2, 1e-4))
@@ -219,3 +226,44 @@ def test_controls_and_colors_in_a_browser(width, scheme, colors, ground, tmp_pat
     rate = found[results["boxes"][1][1] : results["boxes"][1][3], results["boxes"][1][0] : results["boxes"][1][2]]
     assert count_pixels(loss, colors[1]) > 50
     assert all(count_pixels(rate, code) > 50 for code in colors[:3])
+
+
+ON_TOKENS = """
+document.querySelector("[data-axis=tokens]").click();
+"""
+
+
+def test_axis_of_tokens_places_values_events_and_marks(tmp_path):
+    """Two runs with the same loss by tokens, but batches of 100 and 400 tokens, are drawn at the same places."""
+    folders = []
+    for name, num_tokens in (("small", 100), ("large", 400)):
+        log = Log(tmp_path / name)
+        log.run()
+        for step in range(1, 4000 // num_tokens + 1):
+            seen = step * num_tokens
+            values = {"loss": "nan" if seen == 2000 else 10 - seen / 500}
+            # Counts that are logged at some steps only are interpolated.
+            log.values(step, **values, **({"tokens_seen": seen} if step % 5 == 0 else {}))
+        log.event("out_of_memory", 1200 // num_tokens)
+        folders.append(log.write())
+    page = html_page(load(folders))
+    code = FRAMES + "addEventListener('load', () => {" + ON_TOKENS + "});"
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    page = page.replace("script-src ", f"script-src 'sha256-{digest}' ").replace(
+        "</body>", f"<script>{code}</script></body>"
+    )
+    dom, _, console = browse(page, tmp_path / "browser", 1400, 900)
+    assert console == []
+    (svg, *_) = find_charts(dom)
+    ticks = [text.text for text in svg.iter("text") if float(text.get("x")) > 48]
+    assert ticks == ["0", "500", "1000", "1500", "2000", "2500", "3000", "3500", "4000"]
+    assert [text.text for text in svg.iter("text")].count("tokens") == 1
+    small, large = (set(re.findall(r"[ML]([\d.]+ [\d.]+)", line.get("d"))) for line in find_elements(svg, "line"))
+    assert len(large) == 9
+    assert large <= small
+    for kind in ("sign", "nonfinite"):
+        places = [
+            float(re.match(r"translate\(([\d.]+)", each.get("transform"))[1]) for each in find_elements(svg, kind)
+        ]
+        assert len(places) == 2
+        assert max(places) - min(places) in ((0,) if kind == "nonfinite" else (0, 9))  # a sign moves aside for another

@@ -224,8 +224,8 @@ def train_ragged_rest(root, stop_after):
 def check_equal(kind, whole, parts):
     found = [update for part in parts for update in part]
     assert [seen for seen, _, _ in found] == [seen for seen, _, _ in whole], kind
-    for (_, wanted, rate), (_, weights, other) in zip(whole, found):
-        assert torch.allclose(wanted, weights, atol=1e-6), kind
+    for (_, expected, rate), (_, weights, other) in zip(whole, found):
+        assert torch.allclose(expected, weights, atol=1e-6), kind
         assert abs(rate - other) < 1e-9, kind
 
 

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
 from headway.core.runtime.device import HARDWARE
-from headway.extras.replay.piece_size import AllocatorPressure
+from headway.extras.replay.allocator_pressure import AllocatorPressure
 from tests.devices import ON_CPU
 from tests.distributed.ranks import run_ranks
 

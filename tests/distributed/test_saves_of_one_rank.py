@@ -200,7 +200,7 @@ def load_on_one(root):
     return restored.differences, training.accelerator.num_updates, training.losses
 
 
-def test_saving_code_of_public_scripts(tmp_path):
+def test_saving_code_of_public_scripts_saves_once_and_resumes_exactly(tmp_path):
     both = run_ranks(check_all_forms, 2, str(tmp_path), timeout=240)
     for name in both[0]:
         for rank, found in enumerate(each[name] for each in both):
@@ -452,8 +452,8 @@ def test_ranks_with_different_folders_write_to_that_of_rank_0(tmp_path):
         verify_checkpoint(tmp_path / strategy / "own 0")
         assert "manifest.json" in first[1]
         assert second[1] == []
-        wanted = "own 1 on rank 1 and"
-        assert [sum(wanted in message for message in each[2]) for each in (first, second)] == [0, 1], (first, second)
+        expected = "own 1 on rank 1 and"
+        assert [sum(expected in message for message in each[2]) for each in (first, second)] == [0, 1], (first, second)
         assert first[3] == {"weight": (4, 4), "bias": (4,)}
 
 

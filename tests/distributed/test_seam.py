@@ -297,11 +297,11 @@ def train_and_save(folder: Path | None, where: Path, stop: int | None, resume: b
 def test_checkpoints_load_in_other_layouts(package: Path, tmp_path: Path) -> None:
     where = tmp_path / "checkpoint"
     whole = run_ranks(train_and_save, 4, package, where, 4, False)
-    wanted = torch.tensor(whole[0]["losses"])
+    expected = torch.tensor(whole[0]["losses"])
     for folder, world, differs in ((package, 4, False), (None, 4, True), (package, 2, True)):
         ranks = run_ranks(train_and_save, world, folder, where, None, True)
         for rank, found in enumerate(ranks):
-            torch.testing.assert_close(torch.tensor(found["losses"]), wanted, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(torch.tensor(found["losses"]), expected, atol=2e-5, rtol=2e-5)
             assert bool(found["differences"]) == differs, found["differences"]
             if not differs:
                 assert found["draw"] == whole[rank]["draw"]

@@ -162,14 +162,14 @@ def test_documented_loops_match_the_plain_loop(num_processes):
     once, twice = train_by_hand(num_processes), train_by_hand(num_processes, gradient_accumulation_steps=2)
     model, _, loader, _ = make_parts(BATCH)
     inputs, targets = loader.dataset[:27]
-    wanted = torch.cat([model(inputs), targets], 1)
+    expected = torch.cat([model(inputs), targets], 1)
     for out in ranks:
         for name, (values, rates) in {"quicktour": once, "accumulate_by_hand": twice, "accumulate": twice}.items():
             assert torch.allclose(out[name][0], values, atol=1e-6), name
             assert out[name][1] == pytest.approx(rates), name
         rows = torch.tensor(out["evaluate"]).squeeze(-1)
         assert rows.shape == (27, 2)
-        assert torch.allclose(rows, wanted, atol=1e-6)
+        assert torch.allclose(rows, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

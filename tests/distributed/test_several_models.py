@@ -197,16 +197,16 @@ def train_with_headway(
 def compare_loops(loop: Callable[..., None], penalty: bool, shares: bool, **options: Any) -> None:
     for steps in (1, 2, 4):
         # If the loop allows it, the result must equal that of whole batches.
-        wanted = (
+        expected = (
             train_by_hand(loop, steps if loop is train_in_turn else 1, penalty, shares)
             if loop is not alternate_updates
             else None
         )
-        if wanted is None:
-            wanted = train_by_hand(loop, steps, penalty, shares)
+        if expected is None:
+            expected = train_by_hand(loop, steps, penalty, shares)
         found = train_with_headway(loop, steps, penalty, shares, **options)
         torch.testing.assert_close(
-            found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text: f"{steps} micro-batches: {text}"
+            found, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{steps} micro-batches: {text}"
         )
 
 
@@ -357,7 +357,7 @@ class LimitedLinear(nn.Linear):
 
 def train_in_pieces(limit: int) -> None:
     """Train with automatic micro-batching and one loop over the pieces for each model. Running out of memory changes nothing."""
-    wanted = train_by_hand(train_in_turn, 1, False, False)
+    expected = train_by_hand(train_in_turn, 1, False, False)
     accelerator = Accelerator(cpu=ON_CPU, microbatching="auto")
     pair = Pair()
     pair.d[0].__class__ = LimitedLinear
@@ -374,7 +374,7 @@ def train_in_pieces(limit: int) -> None:
                 accelerator.backward(compute_g_loss(pair, noise))
                 pair.opt_g.step()
                 pair.opt_g.zero_grad()
-    torch.testing.assert_close(pair.weights(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pair.weights(), expected, rtol=1e-5, atol=1e-6)
 
 
 def in_one_piece() -> None:

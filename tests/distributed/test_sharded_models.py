@@ -160,7 +160,7 @@ def gather_in_bf16() -> None:
     record = next(r for r in fsdp_state.iterate_records(model) if r._param_fqn == "blocks.0.up.weight")
     record.mp_policy = type(record.mp_policy)(param_dtype=torch.float16)
     with pytest.raises(
-        StateError, match=r"blocks.0.up.weight of FSDPGPT: the gathered parameter is bfloat16 instead of float16"
+        StateError, match=r"blocks.0.up.weight of GPT: the gathered parameter is bfloat16 instead of float16"
     ):
         optimizer.step()
     accelerator.free_memory()
@@ -221,7 +221,7 @@ def prepare_meta_models() -> None:
     with torch.device("meta"):
         model = NormBlocks()
     units = find_units(model, ShardingOptions())
-    inner = accelerator.strategy._shard_units(model, units, (), ())  # type: ignore[attr-defined]
+    inner = accelerator.strategy.sharder._unit_sharder.shard_units(model, units)  # type: ignore[attr-defined]
     largest = fill_model(model, inner, torch.device("cpu"), accelerator.collectives)
     assert largest == 64 * 67 * 4
     assert largest * 6 == sum(p.numel() * p.element_size() for p in model.parameters())
@@ -266,6 +266,67 @@ def generate_with_encoder_decoder_models() -> None:
         how = {"max_new_tokens": 5, "do_sample": False}
         for _ in range(3):
             assert torch.equal(prepared.eval().generate(**given, **how), plain.eval().generate(**given, **how))
+            accelerator.backward(prepared.train()(**given, labels=labels).loss)
+            plain.train()(**given, labels=labels).loss.backward()
+            for each in (optimizer, optimizers[1]):
+                each.step()
+                each.zero_grad()
+        weights = gather_weights(prepared)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+        accelerator.free_memory()
+
+
+class Captioner(nn.Module):
+    """Model with its own `generate`, which calls that of the model in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(3, 1)
+        self.decoder = llama()
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.decoder(inputs_embeds=self.embed(features), labels=labels)
+
+    def embed(self, features: torch.Tensor) -> torch.Tensor:
+        tokens = torch.arange(features.shape[1]).repeat(len(features), 1)
+        return self.decoder.get_input_embeddings()(tokens) + self.project(features)
+
+    def generate(self, features: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.decoder.generate(inputs_embeds=self.embed(features), **options)
+
+
+def lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+
+
+def prompt_tuning() -> nn.Module:
+    from peft import PromptTuningConfig, get_peft_model
+
+    return get_peft_model(llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+
+
+def generate_with_models_in_models() -> None:
+    """Check `generate` of models that call `generate` of a model in them, before the first forward and between updates."""
+    pytest.importorskip("peft")
+    for make in (Captioner, lora, prompt_tuning):
+        accelerator = start_fsdp()
+        model, plain = build_seeded(0, make), build_seeded(0, make)
+        optimizers = [
+            torch.optim.SGD([each for each in one.parameters() if each.requires_grad], lr=0.1) for one in (model, plain)
+        ]
+        prepared, optimizer = accelerator.prepare(model, optimizers[0])
+        torch.manual_seed(0)
+        given = {"features": torch.randn(2, 6, 3)} if make is Captioner else {"input_ids": torch.randint(3, 32, (2, 6))}
+        labels = torch.randint(3, 32, (2, 6))
+        how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        for _ in range(3):
+            with torch.no_grad():
+                assert torch.equal(prepared.eval().generate(**given, **how), plain.eval().generate(**given, **how)), (
+                    make
+                )
             accelerator.backward(prepared.train()(**given, labels=labels).loss)
             plain.train()(**given, labels=labels).loss.backward()
             for each in (optimizer, optimizers[1]):
@@ -323,7 +384,8 @@ def reject_meta_models() -> None:
 GROUPS = {
     "formats": (compare_optimizers, overflow_with_fp16_on_one_rank, gather_in_bf16),
     "models": (prepare_again, copy_model, call_other_methods, keep_gradients_local, prepare_meta_models,
-               prepare_transformers_models, generate_with_encoder_decoder_models, reject_meta_models),
+               prepare_transformers_models, generate_with_encoder_decoder_models,
+               generate_with_models_in_models, reject_meta_models),
 }  # fmt: skip
 
 

@@ -199,9 +199,27 @@ def values_assigned_after_an_update(layout: str) -> None:
     optimizer.zero_grad()
     weight = model.wide.weight
     weight.data = weight.data.clamp(-0.1, 0.1)  # type: ignore[union-attr, operator]
-    accelerator.backward(compute_loss(accelerator, model, 1))
     with pytest.raises(StateError, match=r"1 parameter \(wide.weight\).*parameter.data = tensor"):
+        accelerator.backward(compute_loss(accelerator, model, 1))
+
+
+def values_assigned_by_an_optimizer_with_steps_of_its_own(layout: str) -> None:
+    """Implementations of SAM call first_step() and second_step(), and the prepared optimizer's step() never runs."""
+    accelerator, model, optimizer = prepare_training(layout)
+    with pytest.raises(
+        StateError, match=r"4 parameters \(wide.weight.*of Net, which is sharded.*parameter.data = tensor"
+    ):
+        train_with_second_steps(accelerator, model, optimizer.optimizer)
+
+
+def train_with_second_steps(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make four updates, each of which then assigns the parameters' values, as SAM's second_step() does."""
+    for index in range(4):
+        accelerator.backward(compute_loss(accelerator, model, index))
         optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
 
 
 def values_assigned_after_a_second_prepare(layout: str) -> None:
@@ -253,7 +271,7 @@ def values_written_after_an_evaluation(layout: str) -> None:
 
 def norm_summed_by_hand(layout: str) -> None:
     accelerator, model, optimizer = prepare_training(layout)
-    plain, norms, wanted = make_net(), list[float](), list[float]()
+    plain, norms, expected = make_net(), list[float](), list[float]()
 
     def append_norms(model: nn.Module, into: list[float]) -> None:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -264,8 +282,8 @@ def norm_summed_by_hand(layout: str) -> None:
         ]
 
     train(accelerator, model, optimizer, lambda: append_norms(model, norms))
-    train_by_hand(plain, lambda: append_norms(plain, wanted))
-    assert norms == pytest.approx(wanted, rel=1e-5)
+    train_by_hand(plain, lambda: append_norms(plain, expected))
+    assert norms == pytest.approx(expected, rel=1e-5)
 
 
 def norm_on_one_rank(layout: str) -> None:
@@ -287,6 +305,7 @@ SCENARIOS: list[Callable[[str], None]] = [
     values_changed_in_place,
     values_assigned_afterwards,
     values_assigned_after_an_update,
+    values_assigned_by_an_optimizer_with_steps_of_its_own,
     values_assigned_after_a_second_prepare,
     former_tensors_in_losses_and_writes,
     values_written_after_an_evaluation,

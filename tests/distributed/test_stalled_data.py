@@ -65,15 +65,15 @@ def test_run_ends_after_the_limit_and_names_shard_and_error(
         "-m",
         "tests.distributed.stalled_data_ranks",
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, f"{server.url}/a.jsonl", str(tmp_path), str(num_workers)],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=Path(__file__).parents[2],  # another test may have changed this process's folder
     )
-    assert done.returncode
-    assert "the end of training" not in done.stdout
-    assert f"of the shard {server.url}/a.jsonl failed" in done.stderr
-    assert "HTTP 503 Service Unavailable" in done.stderr
-    assert "rank 1" in done.stderr
+    assert result.returncode
+    assert "the end of training" not in result.stdout
+    assert f"of the shard {server.url}/a.jsonl failed" in result.stderr
+    assert "HTTP 503 Service Unavailable" in result.stderr
+    assert "rank 1" in result.stderr

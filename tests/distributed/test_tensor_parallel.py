@@ -162,10 +162,10 @@ def measure_other_styles() -> dict[str, float]:
             for each in parameter:
                 each.data.copy_(values)
         TensorParallel(cut, make_mesh(), DEFAULT)
-        (out, wanted), (cut_out, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
-        assert wanted.keys() == grads.keys()
-        largest = max(float(g.abs().max()) for g in wanted.values())
-        off = max(float((wanted[n] - grads[n]).abs().max()) for n in wanted) / largest
+        (out, expected), (cut_out, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
+        assert expected.keys() == grads.keys()
+        largest = max(float(g.abs().max()) for g in expected.values())
+        off = max(float((expected[n] - grads[n]).abs().max()) for n in expected) / largest
         found[name] = max(off, float((out - cut_out).abs().max() / out.abs().max()))
         states = {n: gather(p.detach()) for n, p in cut.named_parameters()}
         assert all(torch.equal(states[n], p) for n, p in whole.named_parameters()), name  # also packed parameters
@@ -208,9 +208,9 @@ def compare_tied_model() -> tuple[float, bool, float]:
     torch.manual_seed(0)
     cut = GPT()
     TensorParallel(cut, make_mesh(), WITH_PLAN)
-    (_, wanted), (_, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
-    off = max(float((wanted[n] - grads[n]).abs().max()) for n in wanted)
-    return off, cut.head.weight is cut.tokens.weight, len(grads) - len(wanted)
+    (_, expected), (_, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
+    off = max(float((expected[n] - grads[n]).abs().max()) for n in expected)
+    return off, cut.head.weight is cut.tokens.weight, len(grads) - len(expected)
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -245,8 +245,8 @@ def measure_torch_styles() -> float:
     off = 0.0
     for _ in range(3):
         for _ in range(2):
-            (_, wanted), (_, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
-        off = max(off, max(float((wanted[n] - grads[n]).abs().max()) for n in wanted))
+            (_, expected), (_, grads) = compute_gradients(whole, make_ids()), compute_gradients(cut, make_ids())
+        off = max(off, max(float((expected[n] - grads[n]).abs().max()) for n in expected))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -406,10 +406,10 @@ def train_lora_variants() -> tuple[list[float], list[float], str]:
 
 
 def test_lora_adapters_match_those_of_a_whole_model() -> None:
-    (wanted,) = run_ranks(train_lora, 1, None)
+    (expected,) = run_ranks(train_lora, 1, None)
     first, second = run_ranks(train_lora_variants, 2)
     assert first == second
-    assert first[0] == pytest.approx(wanted, rel=1e-5)
+    assert first[0] == pytest.approx(expected, rel=1e-5)
     assert first[1] != first[0]
 
 

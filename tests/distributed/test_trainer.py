@@ -174,9 +174,9 @@ def check_evaluation(folder):
         loss_function=cross_entropy,
         compute_metrics=metrics,
     )
-    with pytest.raises(MetricError) as caught:
+    with pytest.raises(MetricError) as exc_info:
         trainer.train()
-    return str(caught.value), trainer.state.global_step
+    return str(exc_info.value), trainer.state.global_step
 
 
 def test_evaluation_check_that_fails_on_one_rank_ends_all_ranks(tmp_path):
@@ -280,18 +280,24 @@ class Request(TrainerCallback):
         setattr(self, event, act)
 
 
+REQUESTS = {
+    # (event, flag that rank 0 sets in it, after this update): (updates, updates with an evaluation, epochs, checkpoints).
+    # Without a request, a training makes 3 of the 5 updates of an epoch. It evaluates after each of them, and saves after update 2
+    # and at its end.
+    ("on_train_begin", "should_training_stop", 0): (0, [], 0.0, 0),
+    ("on_train_begin", "should_evaluate", 0): (3, [0, 1, 2, 3], 0.6, 2),
+    ("on_epoch_begin", "should_epoch_stop", 0): (3, [1, 2, 3], 1.4, 2),
+    ("on_substep_end", "should_training_stop", 1): (2, [1, 2], 0.4, 1),
+    ("on_log", "should_save", 1): (3, [1, 2, 3], 0.6, 3),
+    ("on_evaluate", "should_training_stop", 1): (1, [1], 0.2, 0),
+    ("on_save", "should_training_stop", 2): (2, [1, 2], 0.4, 1),
+}
+
+
 def train_with_requests_of_one_rank(folder):
-    """Train several times, each with a request of the main process. Return what each training did."""
-    out = []
-    for event, flag, update in [
-        ("on_train_begin", "should_training_stop", 0),
-        ("on_train_begin", "should_evaluate", 0),
-        ("on_epoch_begin", "should_epoch_stop", 0),
-        ("on_substep_end", "should_training_stop", 1),
-        ("on_log", "should_save", 1),
-        ("on_evaluate", "should_training_stop", 1),
-        ("on_save", "should_training_stop", 2),
-    ]:
+    """Train once for each of `REQUESTS`. Return what each training did, in the form of its values."""
+    results = {}
+    for event, flag, update in REQUESTS:
         given = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
                  "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2}  # fmt: skip
         place = folder / f"{event}_{flag}"
@@ -300,21 +306,14 @@ def train_with_requests_of_one_rank(folder):
         trainer.train()
         evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
         num_saved = len(list((place / "checkpoints").glob("checkpoint_*")))
-        out.append((trainer.state.global_step, evaluated, round(trainer.state.epoch, 2), num_saved))
-    return out
+        epochs = round(trainer.state.epoch, 2)
+        results[event, flag, update] = (trainer.state.global_step, evaluated, epochs, num_saved)
+    return results
 
 
 def test_request_in_any_event_of_one_rank_acts_on_all_ranks(tmp_path):
     first, second = run_ranks(train_with_requests_of_one_rank, 2, tmp_path)
-    assert first == second == [
-        (0, [], 0.0, 0),
-        (3, [0, 1, 2, 3], 0.6, 2),
-        (3, [1, 2, 3], 1.4, 2),
-        (2, [1, 2], 0.4, 1),
-        (3, [1, 2, 3], 0.6, 3),
-        (1, [1], 0.2, 0),
-        (2, [1, 2], 0.4, 1),
-    ]  # fmt: skip
+    assert first == second == REQUESTS
 
 
 class Flags(Speaker):

@@ -7,7 +7,7 @@ import torch
 
 from headway import Accelerator, ActivationCheckpointing, TorchContextParallelConfig
 from headway.errors import ConfigError, PrepareError
-from headway.planning.compare import plan
+from headway.planning.plan import plan
 from tests.devices import ON_CPU
 from tests.distributed import cut_models, layouts
 from tests.distributed.layouts import Curve, Task, measure_differences, train_by_hand, train_prepared
@@ -70,14 +70,14 @@ def _compare_with_mask(style: str) -> tuple[float, float, list[str]]:
     labels = ids.masked_fill(mask == 0, layouts.PADDING)
     expected = whole(input_ids=ids, attention_mask=mask, labels=labels).loss
     expected.backward()
-    wanted = whole.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    expected_grad = whole.model.layers[0].self_attn.q_proj.weight.grad.clone()
     whole.zero_grad()
     accelerator = Accelerator(cpu=ON_CPU, strategy="cp", kwargs_handlers=[TorchContextParallelConfig(cp_style=style)])
     model = accelerator.prepare(whole)
     found = model(input_ids=ids, attention_mask=mask, labels=labels).loss
     accelerator.backward(found)
     grad: Any = model.model.layers[0].self_attn.q_proj.weight.grad
-    apart = float((grad.full_tensor() - wanted).abs().max())
+    apart = float((grad.full_tensor() - expected_grad).abs().max())
     return abs(found.item() - expected.item()), apart, []
 
 

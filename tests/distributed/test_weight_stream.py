@@ -18,7 +18,7 @@ import torch
 
 from headway import Accelerator, WeightChannel
 from headway.core.weights.files import open_checkpoint
-from headway.core.weights.shards import get_dtype_name
+from headway.core.weights.tensor_bytes import get_dtype_name
 from headway.errors import CollectiveError, StateError
 from tests.devices import ON_CPU
 from tests.distributed.layouts import build_seeded
@@ -38,9 +38,9 @@ def check_streamed(folder: str, layout: str) -> dict[str, Any]:
             sizes.append(sum(tensor.nbytes for _, tensor in bucket) * (len(bucket) > 1))
             found.update((name, tensor.clone()) for name, tensor in bucket)
         assert [(name, get_dtype_name(each.dtype), list(each.shape)) for name, each in found.items()] == stream.metadata
-        wanted = {name: stored.tensor() for name, stored in open_checkpoint(path).tensors.items()}
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
+        expected = {name: stored.tensor() for name, stored in open_checkpoint(path).tensors.items()}
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
             same = torch.equal(found[name], value) if accelerator.is_main_process else found[name].is_meta
             assert same, (layout, name)
         accelerator.free_memory()
@@ -132,7 +132,8 @@ def measure_peak(width: int, num_blocks: int) -> int:
 
 def test_streaming_needs_memory_for_a_bucket_and_a_unit():
     for found in run_ranks(measure_peak, 2, 2048, 12):
-        assert found <= (64 + 16) * 2**20, found
+        # 1 MiB for pages that Python and gloo touch for the first time.
+        assert found <= (64 + 16 + 1) * 2**20, found
 
 
 class Server(BaseHTTPRequestHandler):
@@ -174,9 +175,9 @@ def test_vllm_client_sends_the_streamed_weights(monkeypatch):
         client.update_named_params(stream.metadata, (pair for bucket in stream for pair in bucket))
         server.shutdown()
     assert [path for path, _ in Server.posted] == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    wanted = dict(model.named_parameters())
-    assert Server.posted[1][1]["update_info"]["names"] == list(wanted) == list(sent)
-    assert all(torch.equal(sent[name], value) for name, value in wanted.items())
+    expected = dict(model.named_parameters())
+    assert Server.posted[1][1]["update_info"]["names"] == list(expected) == list(sent)
+    assert all(torch.equal(sent[name], value) for name, value in expected.items())
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
@@ -185,7 +186,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 def train_by_hand() -> list[tuple[float, float]]:
     """Train on one process, and generate with the model itself. Return mean reward and gradient norm of each update."""
     parts = runpy.run_path(str(EXAMPLE), run_name="__example__")
-    model = parts["build"]()
+    model = parts["build_model"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     curve = []
     for update in range(8):
@@ -195,7 +196,7 @@ def train_by_hand() -> list[tuple[float, float]]:
         rewards = parts["compute_rewards"](rows)
         loss = (
             parts["compute_policy_loss"](model, rows, parts["compute_advantages"](rewards))
-            / rows[:, parts["PROMPT"] :].numel()
+            / rows[:, parts["PROMPT_LENGTH"] :].numel()
         )
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -207,10 +208,12 @@ def train_by_hand() -> list[tuple[float, float]]:
 
 @pytest.mark.matrix
 def test_grpo_example_matches_one_process():
-    (wanted,) = run_ranks(train_by_hand, 1)
-    assert wanted[-1][0] > wanted[0][0] + 0.05
-    expected = [f"update {n}: reward {wanted[n - 1][0]:.4f}, norm {wanted[n - 1][1]:.4f}" for n in (4, 8)]
+    (updates_by_hand,) = run_ranks(train_by_hand, 1)
+    assert updates_by_hand[-1][0] > updates_by_hand[0][0] + 0.05
+    expected = [
+        f"update {n}: reward {updates_by_hand[n - 1][0]:.4f}, norm {updates_by_hand[n - 1][1]:.4f}" for n in (4, 8)
+    ]
     for num_ranks in ("1", "2"):
         command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", num_ranks, str(EXAMPLE), "--updates", "8"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert [line for line in done.stdout.splitlines() if line.startswith("update")] == expected, done.stderr
+        result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert [line for line in result.stdout.splitlines() if line.startswith("update")] == expected, result.stderr

@@ -16,9 +16,9 @@ NAMES = [name for name in MAKERS if name != "MatrixOptimizer"]
 
 def compare(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
     for name, losses in found.items():
-        wanted = expected[name][-len(losses) :]
-        assert losses == pytest.approx(wanted, rel=TOLERANCES.get(name, 1e-5)), name
-        assert wanted[0] != pytest.approx(wanted[-1], rel=1e-2), name
+        expected_losses = expected[name][-len(losses) :]
+        assert losses == pytest.approx(expected_losses, rel=TOLERANCES.get(name, 1e-5)), name
+        assert expected_losses[0] != pytest.approx(expected_losses[-1], rel=1e-2), name
 
 
 def check_layout(layout: str, num_ranks: int, names: list[str], model: str = "gpt") -> None:
@@ -35,7 +35,7 @@ def test_muon_and_adafactor_match_one_process_and_resume_elsewhere(tmp_path):
     compare(run_ranks(run_prepared, 1, "ddp", names, "gpt", "", str(tmp_path))[0], expected)
 
 
-def test_matrix_optimizer_with_convolutions_and_batched_matrices():
+def test_matrix_optimizer_updates_convolutions_and_batched_matrices_as_on_one_process():
     check_layout("fsdp", 2, ["MatrixOptimizer"], "mixed")
 
 
@@ -83,7 +83,7 @@ def test_inner_optimizer_of_a_prepared_one_counts_as_prepared(layout):
 
 
 @pytest.mark.slow
-def test_all_optimizers_on_two_ranks_and_resumed_on_four(tmp_path):
+def test_all_optimizers_match_one_process_on_two_ranks_and_resumed_on_four(tmp_path):
     pytest.importorskip("pytorch_optimizer", reason="pytorch_optimizer is not installed")
     saved = [name for name in NAMES if name != "Shampoo"]  # its state holds objects that only pickle could store
     (expected,) = run_ranks(run_by_hand, 1, NAMES, "gpt", timeout=250)
@@ -93,12 +93,12 @@ def test_all_optimizers_on_two_ranks_and_resumed_on_four(tmp_path):
 
 
 @pytest.mark.slow
-def test_optimizers_on_two_mesh_axes():
+def test_optimizers_match_one_process_on_two_mesh_axes():
     check_layout("fsdp+tp=2", 4, ["Muon", "Adafactor", "SOAP", "Prodigy"])
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp=2", "fsdp+tp=2"])
-def test_all_optimizers_on_four_ranks(layout):
+def test_all_optimizers_match_one_process_on_four_ranks(layout):
     pytest.importorskip("pytorch_optimizer", reason="pytorch_optimizer is not installed")
     check_layout(layout, 4, NAMES)

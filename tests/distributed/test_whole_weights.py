@@ -8,7 +8,7 @@ import torch
 from headway.core.training.gathered_tensors import GatheredTensor, gather_and_save, gather_state_dict
 from headway.core.weights.files import open_checkpoint
 from headway.errors import HeadwayError
-from headway.layouts.deepspeed.optimizer import make_piece
+from headway.layouts.deepspeed.zero_state import make_piece
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_boxes import (
     MB,

@@ -60,7 +60,7 @@ def test_scripts_run_as_under_python(folder, target):
     assert '"same": true' in run_and_compare(folder, "script", target, "-x", "--", "a b", "").stdout
 
 
-def test_script_with_an_absolute_path(folder):
+def test_script_with_an_absolute_path_runs_as_under_python(folder):
     run_and_compare(folder, "script", str(folder / "sub" / "show.py"), "1")
 
 
@@ -213,5 +213,5 @@ def test_interpreter_is_not_finalized_while_gloo_threads_run(tmp_path):
 def test_lines_of_several_ranks_are_not_mixed(tmp_path):
     result = launch(tmp_path, "for number in range(2000): print('line', number, 'is', 'whole')", "--cpu", "-n", "2")
     assert result.returncode == 0, result.stderr
-    wanted = [f"line {number} is whole" for number in range(2000) for _ in range(2)]
-    assert sorted(result.stdout.splitlines()) == sorted(wanted)
+    expected = [f"line {number} is whole" for number in range(2000) for _ in range(2)]
+    assert sorted(result.stdout.splitlines()) == sorted(expected)

@@ -19,8 +19,8 @@ from typing import Any
 
 import accelerate
 
-from headway.compat.accelerate.served.surface import describe_name
-from headway.compat.accelerate.served.tables import MODULES_AS_ACCELERATE
+from headway.compat.accelerate.provided_names.surface import describe_name
+from headway.compat.accelerate.provided_names.tables import MODULES_AS_ACCELERATE
 
 TESTS = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".md")

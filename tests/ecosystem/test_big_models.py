@@ -20,7 +20,7 @@ def both(tmp_path_factory):
     ("llama", "cpu"), ("llama", "word"), ("llama", "auto"), ("llama", "disk"), ("gpt2", "auto"), ("gpt2", "disk"),
     ("t5", "auto"), ("t5", "disk"),
 ])  # fmt: skip
-def test_loading_by_a_device_map_and_generating(both, family, places):
+def test_models_loaded_by_a_device_map_generate_as_with_accelerate(both, family, places):
     sides = both.run("big_models", family, places)
     differences = sides.differences()
     assert set(differences.values()) == {0.0}, differences
@@ -40,7 +40,7 @@ def test_weights_stream_to_the_toy_accelerator(both):
     assert set(sides.headway[0]["of the reference"]) == {1.0}
 
 
-def test_lora_on_a_dispatched_model(both):
+def test_lora_on_a_dispatched_model_trains_as_with_accelerate(both):
     differences = both.run("big_model_adapters", "cpu").differences()
     assert set(differences.values()) == {0.0}, differences
 

@@ -7,7 +7,7 @@ from tests.ecosystem.both import Both
 pytestmark = pytest.mark.slow
 
 
-def test_layerwise_casting(tmp_path):
+def test_layerwise_casting_computes_as_with_accelerate(tmp_path):
     both = Both(tmp_path)
     for storage, compute in (("float8_e4m3fn", "bfloat16"), ("bfloat16", "float32"), ("float8_e5m2", "float32")):
         sides = both.run("layerwise_casting", storage, compute)

@@ -43,7 +43,7 @@ def test_only_headway_offloads_layers_with_the_cpu_as_device(both):
 
 @needs_compiler
 @pytest.mark.parametrize("way", ["model", "sequential"])
-def test_offloaded_pipeline_on_the_toy_accelerator(both, way):
+def test_offloaded_pipeline_draws_the_same_images_on_the_toy_accelerator(both, way):
     build.build()
     sides = both.run("diffusion_pipelines", way, "toy:0")
     differences = sides.differences()

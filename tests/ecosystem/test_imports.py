@@ -24,12 +24,12 @@ ROWS = {name: rest.split(" | ") for name, rest in re.findall(r"^\| `(\S+)` \| (.
 def found():
     """Return {name: [how it is served, libraries]}, from a process that has Headway under Accelerate's name."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **make_variables(os.environ)}
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.ecosystem.names_used", *LIBRARIES],
         env=environment, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_used_names_are_served_or_have_a_reason(found):

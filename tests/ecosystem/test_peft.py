@@ -15,15 +15,15 @@ def check_equal(sides):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "adalora"])
-def test_adapter_trained_by_the_trainer(language, kind):
+def test_adapter_trained_by_the_trainer_equals_accelerates(language, kind):
     check_equal(language.run("lora", "trainer", kind))
 
 
 @pytest.mark.parametrize("arguments", [["lora"], ["ia3", "bf16"]], ids=" ".join)
-def test_adapter_trained_in_a_loop(language, arguments):
+def test_adapter_trained_in_a_loop_equals_accelerates(language, arguments):
     check_equal(language.run("lora", "loop", *arguments))
 
 
 @pytest.mark.parametrize("way", ["trainer", "loop"])
-def test_adapter_trained_on_two_processes(language, way):
+def test_adapter_trained_on_two_processes_equals_accelerates(language, way):
     check_equal(language.run("lora", way, "lora", world_size=2))

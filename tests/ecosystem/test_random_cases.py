@@ -15,7 +15,7 @@ def both(tmp_path_factory):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["loading", "scheduling"])
-def test_random_cases(both, kind, world_size):
+def test_random_cases_give_the_results_of_accelerate(both, kind, world_size):
     sides = both.run("random_cases", kind, "0", str(NUM_CASES), world_size=world_size)
     wrong = {name.partition(":")[0] for name in sides.accelerate[0] if name.endswith("raised")}
     assert len(wrong) < NUM_CASES / 50

@@ -10,7 +10,7 @@ def keep_nonzero(differences):
 
 
 @pytest.mark.parametrize("way", ["text", "packed", "chat", "prompts", "lora"])
-def test_supervised_fine_tuning(language, way):
+def test_supervised_fine_tuning_equals_accelerates(language, way):
     differences = language.run("sft", way).differences()
     assert differences.keys() >= {
         "loss",
@@ -24,12 +24,12 @@ def test_supervised_fine_tuning(language, way):
     assert keep_nonzero(differences) == {}
 
 
-def test_supervised_fine_tuning_on_two_processes(language):
+def test_supervised_fine_tuning_on_two_processes_equals_accelerates(language):
     assert keep_nonzero(language.run("sft", "text", world_size=2).differences()) == {}
 
 
 @pytest.mark.parametrize("way", ["reference", "lora", "ahead", "defaults"])
-def test_preference_optimization(language, way):
+def test_preference_optimization_equals_accelerates(language, way):
     differences = language.run("dpo", way).differences()
     assert differences.keys() >= {
         "loss",
@@ -42,18 +42,18 @@ def test_preference_optimization(language, way):
     assert keep_nonzero(differences).keys() <= ({"random"} if way == "ahead" else set())
 
 
-def test_preference_optimization_on_two_processes(language):
+def test_preference_optimization_on_two_processes_equals_accelerates(language):
     assert keep_nonzero(language.run("dpo", "reference", world_size=2).differences()) == {}
 
 
-def test_reward_model(language):
+def test_reward_model_equals_accelerates(language):
     differences = language.run("reward").differences()
     assert differences.keys() >= {"loss", "accuracy", "margin", "eval_mean_reward"}
     assert keep_nonzero(differences) == {}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_reinforcement_learning(language, world_size):
+def test_reinforcement_learning_equals_accelerates(language, world_size):
     # With 8 evaluation prompts: the sampler repeats prompts, and Accelerate cuts the last batch by the number of prompts.
     differences = language.run("grpo", world_size=world_size).differences()
     assert differences.keys() >= {"loss", "reward", "kl", "completions/mean_length", "eval_loss"}

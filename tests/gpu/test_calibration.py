@@ -7,7 +7,8 @@ from torch import nn
 import headway
 from headway.forecasting.device import calibration
 from headway.forecasting.device.devices import MIB, name_this_device
-from headway.forecasting.tracing.step import StepRecipe, run_recipe
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.step import run_recipe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ pytestmark = [
 def compare_attention(rotation: str) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from headway.layouts.context import attention, sequences
+    from headway.layouts.context import ring_attention, sequences
     from headway.layouts.context.attention import WholeSequenceAttention
     from headway.layouts.tensor.crossings import SplitAxis
 
@@ -28,7 +28,7 @@ def compare_attention(rotation: str) -> list[float]:
     rank = mesh.get_local_rank()
     torch.cuda.set_device(rank)
     axis = SplitAxis.from_mesh(mesh)
-    found = attention.find_ring_attention(mesh, rotation, attention.RingDispatcher())
+    found = ring_attention.find_ring_attention(mesh, rotation, ring_attention.RingDispatcher())
     assert found is not None, "Headway does not support ring attention of this torch version"
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -37,7 +37,7 @@ def compare_attention(rotation: str) -> list[float]:
     ]
     weights = torch.randn(2, 4, 64, 32, generator=generator).to(f"cuda:{rank}", torch.bfloat16)
     out = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
-    wanted = torch.autograd.grad((out * weights).sum(), whole)
+    expected = torch.autograd.grad((out * weights).sum(), whole)
     differences = []
     for attend in (found.attend, None):
         with WholeSequenceAttention(axis, attend):
@@ -48,7 +48,7 @@ def compare_attention(rotation: str) -> list[float]:
         for grad in grads:
             dist.all_reduce(grad)
         differences.append(float((again - out).abs().max()))
-        differences += [float((one - other).abs().max()) for one, other in zip(grads, wanted)]
+        differences += [float((one - other).abs().max()) for one, other in zip(grads, expected)]
     return differences
 
 
@@ -73,10 +73,10 @@ def compare_training(precision: str, num_tokens: int) -> list[float]:
     loss = model(input_ids=here, labels=here).loss
     accelerator.backward(loss)
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
-    wanted = plain(input_ids=ids, labels=ids).loss
-    wanted.backward()
-    wanted_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    found = [float(each) for each in (loss, wanted, norm, wanted_norm)]
+    expected = plain(input_ids=ids, labels=ids).loss
+    expected.backward()
+    expected_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    found = [float(each) for each in (loss, expected, norm, expected_norm)]
     accelerator.end_training()
     return found
 
@@ -88,6 +88,6 @@ def test_a_model_in_parts_is_the_whole_model(precision: str, num_tokens: int) ->
     In float32, the memory-efficient kernel pads one of the results that torch's ring attention merges. With 100 tokens,
     a rank's part is no multiple of 64 tokens, so keys are gathered instead.
     """
-    for loss, wanted, norm, wanted_norm in run_ranks(compare_training, 2, precision, num_tokens, timeout=240):
-        assert loss == pytest.approx(wanted, rel=1e-6 if precision == "no" else 1e-4)
-        assert norm == pytest.approx(wanted_norm, rel=1e-5 if precision == "no" else 1e-3)
+    for loss, expected, norm, expected_norm in run_ranks(compare_training, 2, precision, num_tokens, timeout=240):
+        assert loss == pytest.approx(expected, rel=1e-6 if precision == "no" else 1e-4)
+        assert norm == pytest.approx(expected_norm, rel=1e-5 if precision == "no" else 1e-3)

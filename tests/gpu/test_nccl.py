@@ -11,7 +11,7 @@ from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
 from headway.core.runtime import group
 from headway.core.runtime.flight_recorder import FlightRecorder
 from headway.core.runtime.group import can_coalesce, start_collectives
-from headway.core.strategies.ddp import check_communication_hook
+from headway.core.strategies.ddp_hooks import check_communication_hook
 from tests.distributed.test_launch import start_launch
 from tests.unit.core.runtime.nccl_dump import make_entry
 
@@ -196,7 +196,7 @@ print("fits:", train())
 
 @two
 @pytest.mark.parametrize("way", ["ours", "the script's"])
-def test_a_group_of_nccl_alone(tmp_path, way):
+def test_group_of_nccl_alone_works_for_all_features(tmp_path, way):
     begun = (
         "accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend='nccl')])"
         if way == "ours"

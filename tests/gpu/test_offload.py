@@ -49,7 +49,7 @@ def test_memory_stays_within_the_window_however_far_ahead_the_host_is(tmp_path, 
     model = build_model()
     inputs = torch.randn(1, WIDTH, device="cuda")
     with torch.no_grad():
-        wanted = copy.deepcopy(model).cuda()(inputs)
+        expected = copy.deepcopy(model).cuda()(inputs)
     model = cpu_offload(model, 0) if place == "cpu" else disk_offload(model, tmp_path, 0)
     stream = model.headway_execution.stream
     one = stream._sizes[0]
@@ -67,7 +67,7 @@ def test_memory_stays_within_the_window_however_far_ahead_the_host_is(tmp_path, 
         before = torch.cuda.memory_stats()["active_bytes.all.current"] - stream.active_bytes
         outputs = [model(inputs) for _ in range(3)]
         torch.cuda.synchronize()
-    assert all(torch.equal(each, wanted) for each in outputs)
+    assert all(torch.equal(each, expected) for each in outputs)
     assert stream.peak_bytes <= 3 * one
     # active_bytes includes freed memory that cannot be reused yet because another stream uses it.
     assert torch.cuda.memory_stats()["active_bytes.all.peak"] - before < 4 * one
@@ -93,8 +93,8 @@ def test_a_rank_on_the_second_device_opens_no_context_on_the_first():
         "[model(torch.randn(1, 64)) for _ in range(3)]; torch.cuda.synchronize()\n"
         "print(model.headway_execution.stream.device, torch._C._cuda_hasPrimaryContext(0))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["cuda:1", "False"]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["cuda:1", "False"]
 
 
 def test_an_adapter_is_trained_on_streamed_weights():

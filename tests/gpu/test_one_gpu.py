@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
 from headway.core.runtime import process
-from headway.layouts.pipeline.runner import advance_generators, isolate_generators
+from headway.layouts.pipeline.stage_rng import advance_generators, isolate_generators
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,11 +94,11 @@ def test_free_memory_gives_the_device_back() -> None:
 
 
 def test_the_self_check_passes_on_the_device() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "headway", "test"], capture_output=True, text=True, timeout=300, env=dict(os.environ)
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "cuda" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "cuda" in result.stdout
 
 
 def test_the_first_use_of_the_device_is_named(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_the_first_use_of_the_device_is_named(tmp_path: Path) -> None:
         "import torch\nfrom headway.common import scope\nfrom headway.core.runtime import device, first_use\n"
         "torch.ones(1, device='cuda')\nprint(scope.get_or_create(first_use.FirstUse).place)\n"
     )
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert ran.stdout.startswith(f"{script}:4:")
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(f"{script}:4:")
 
 
 def test_a_stage_of_a_pipeline_gives_back_the_streams_of_host_and_device():

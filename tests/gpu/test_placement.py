@@ -37,8 +37,8 @@ print(torch._C._cuda_hasPrimaryContext(torch.cuda.device_count() - 1), *told)
 
 
 def test_the_driver_tells_what_is_free_and_opens_no_context():
-    done = subprocess.run([sys.executable, "-c", READ_MEMORY], capture_output=True, text=True, check=True)
-    has_context, free, total = done.stdout.split()
+    result = subprocess.run([sys.executable, "-c", READ_MEMORY], capture_output=True, text=True, check=True)
+    has_context, free, total = result.stdout.split()
     last = torch.cuda.device_count() - 1
     torch.cuda.empty_cache()
     by_cuda = torch.cuda.mem_get_info(last)

@@ -45,14 +45,14 @@ def test_quantized_layers_are_near_and_small(tmp_path, name):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     inputs = torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        wanted = build_model().cuda()(inputs)
+        expected = build_model().cuda()(inputs)
     with init_empty_weights():
         empty = build_model()
     before = torch.cuda.memory_allocated()
     found = load_and_quantize_model(empty, CONFIGS[name], tmp_path / "model.safetensors", device_map={"": 0})
     taken = torch.cuda.memory_allocated() - before
     with torch.no_grad():
-        assert (found(inputs) - wanted).norm() < 0.2 * wanted.norm()
+        assert (found(inputs) - expected).norm() < 0.2 * expected.norm()
     layer = WIDTH * WIDTH
     assert taken < 2 * layer + 2 * layer * (0.7 if "4" in name else 1.2)  # the last layer stays in bf16
 

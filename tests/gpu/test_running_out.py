@@ -10,8 +10,8 @@ from headway import Accelerator, MemoryMonitor
 from headway.core.memory.monitor import PeakReader
 from headway.core.memory.use import read_free_bytes
 from headway.core.runtime.device import HARDWARE
-from headway.extras.replay.piece_size import AllocatorPressure
-from headway.extras.replay.snapshot import OptimizerRecord
+from headway.extras.replay.allocator_pressure import AllocatorPressure
+from headway.extras.replay.step_undo import OptimizerRecord
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,9 +113,9 @@ except Exception as error:
 @pytest.mark.parametrize("kind", ["find", "get", "matmul", "solve"])
 @pytest.mark.parametrize("spare", [4, 16, 64, 160])
 def test_whatever_a_full_device_raises_is_recognized(kind: str, spare: int) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL, str(spare), kind], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
+    result = subprocess.run([sys.executable, "-c", FULL, str(spare), kind], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
 
 
 class Momentum(torch.optim.Optimizer):

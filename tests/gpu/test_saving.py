@@ -53,15 +53,15 @@ def test_training_goes_on_beside_the_save(tmp_path) -> None:
         optimizer.zero_grad()
 
     update()
-    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     keep_busy(accelerator.device)
     accelerator.save_state(str(tmp_path / "saved"), blocking=False)
     for _ in range(5):
         update()
     accelerator.wait_for_save()
-    assert not torch.equal(model.weight, wanted["weight"])
+    assert not torch.equal(model.weight, expected["weight"])
     accelerator.load_state(str(tmp_path / "saved"))
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
 def test_large_copies_are_in_registered_memory() -> None:
@@ -79,10 +79,10 @@ def test_large_copies_are_in_registered_memory() -> None:
 def test_a_blocking_save_reads_the_device_from_several_threads(tmp_path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)))
-    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     accelerator.save_state(str(tmp_path / "saved"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     accelerator.load_state(str(tmp_path / "saved"))
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())

@@ -18,7 +18,8 @@ SOURCE = Path(headway.__file__).parent
 FETCH_FILES = {"data/loader.py", "data/feeds/mapped.py", "data/sampling/shard.py", "checkpoint/resume/progress.py"}
 """Files that fetch a batch. progress.py records where each window starts, for saves inside a window."""
 STEP_FILES = {
-    "accelerator.py", "training/windows.py", "training/step.py", "strategies/base.py", "precision/mixed.py",
+    "accelerator.py", "training/windows.py", "data/batch_reads.py", "training/loss_policy.py", "training/step.py",
+    "training/whole_step.py", "training/guard.py", "training/update_clock.py", "strategies/base.py", "precision/mixed.py",
     "training/prepared/optimizer.py", "training/prepared/scheduler.py",
 }  # fmt: skip
 
@@ -82,17 +83,20 @@ def trace_batch(learn: Callable[..., None] = train_on_batch, prepare: Callable[[
     return fetched, passed
 
 
-def test_default_options_use_seven_files() -> None:
+def test_default_options_use_twelve_files() -> None:
     fetched, passed = trace_batch()
     assert passed == STEP_FILES
-    assert len(passed) <= 7
+    assert len(passed) <= 12
     assert fetched <= FETCH_FILES
 
 
 @pytest.mark.parametrize(
     ("options", "added"),
     [
-        ({"on_non_finite": "skip"}, {"training/checks/finite.py", "training/prepared/objects.py"}),
+        (
+            {"on_non_finite": "skip"},
+            {"training/checks/finite.py", "training/checks/window_records.py", "training/prepared/objects.py"},
+        ),
         ({"mixed_precision": "bf16"}, {"training/prepared/model.py"}),
         ({"mixed_precision": "fp16"}, {"training/prepared/model.py", "precision/fp16.py"}),
         ({"gradient_accumulation_steps": 3}, set()),
@@ -106,7 +110,12 @@ def test_feature_adds_only_its_own_files(options: dict[str, Any], added: set[str
 
 def test_throughput_meter_adds_only_its_own_files() -> None:
     fetched, passed = trace_batch(prepare=lambda accelerator: accelerator.throughput)
-    assert (fetched | passed) - STEP_FILES - FETCH_FILES == {"extras/throughput.py", "extras/stragglers.py"}
+    assert (fetched | passed) - STEP_FILES - FETCH_FILES == {
+        "extras/throughput.py",
+        "extras/lap_clock.py",
+        "extras/flop_count.py",
+        "extras/stragglers.py",
+    }
 
 
 def test_forward_backward_adds_one_file() -> None:
@@ -117,7 +126,8 @@ def test_forward_backward_adds_one_file() -> None:
 def test_automatic_microbatching_adds_only_its_own_files() -> None:
     _, passed = trace_batch(train_on_batch_with_function, microbatching="auto")
     added = {name for name in passed - STEP_FILES if not name.startswith("extras/replay/")}
-    # The loader counts the rows to split. For a replay, the registry, the strategy and the RNG states restore their state.
-    # Ranks vote through the checked collectives.
+    # The loader counts the rows to split. For a replay, the registry, the strategy, the count of tokens and the RNG states
+    # restore their state. Ranks vote through the checked collectives.
     assert added <= {"data/loader.py", "training/task.py", "training/prepared/objects.py", "strategies/replay_protocol.py",
+                     "training/seen_data.py",
                      "runtime/collectives/tree.py", "runtime/collectives/checked.py", "runtime/seed.py"}  # fmt: skip

@@ -9,7 +9,7 @@ from functools import cache
 import accelerate
 import pytest
 
-from headway.compat.accelerate.served.as_accelerate import NotServedType, find_as_accelerate
+from headway.compat.accelerate.provided_names.as_accelerate import NotServedType, find_as_accelerate
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
 
@@ -92,8 +92,8 @@ def test_each_call_takes_the_same_arguments():
         is_refused = isinstance(ours, NotServedType) or getattr(ours, "__module__", "") == "accelerate"
         if not callable(theirs) or is_refused or is_decorator or name in OTHER_ARGUMENTS:
             continue
-        (wanted, _), (taken, takes_more) = get_parameters(theirs), get_parameters(ours)
-        missing = [each for each in wanted if each not in taken and not each.startswith("_")]
+        (expected, _), (taken, takes_more) = get_parameters(theirs), get_parameters(ours)
+        missing = [each for each in expected if each not in taken and not each.startswith("_")]
         if missing and not takes_more:
             lost[name] = missing
     assert lost == {}

@@ -14,8 +14,8 @@ ENVIRONMENT_FILES = {"src/headway/common/env.py"}
 
 def test_imports_follow_the_layers():
     linter = Path(sys.executable).parent / "lint-imports"
-    ran = subprocess.run([str(linter), "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    result = subprocess.run([str(linter), "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
 
 
 def test_only_one_file_reads_the_environment():

@@ -90,7 +90,7 @@ def test_no_absolute_path_of_a_machine_is_committed():
     assert found == []
 
 
-def test_no_todo_comments():
+def test_source_has_no_todo_comments():
     marks = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
     found = [f"{get_relative_path(file)}:{number}" for file in list_modules()
              for number, line in enumerate(file.read_text().splitlines(), 1) if marks.search(line)]  # fmt: skip

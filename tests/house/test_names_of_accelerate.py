@@ -16,19 +16,19 @@ import pytest
 
 import headway
 from headway.compat.accelerate.members import AccelerateMembers
-from headway.compat.accelerate.served.as_accelerate import find_as_accelerate
-from headway.compat.accelerate.served.names import find_served_name
-from headway.compat.accelerate.served.surface import describe_name
-from headway.compat.accelerate.served.tables import (
+from headway.compat.accelerate.provided_names.as_accelerate import find_as_accelerate
+from headway.compat.accelerate.provided_names.as_headway import find_provided_name
+from headway.compat.accelerate.provided_names.surface import describe_name
+from headway.compat.accelerate.provided_names.tables import (
     AS_ACCELERATE,
     DIFFERENT,
     MEMBERS,
     MODULES,
     MODULES_AS_ACCELERATE,
     NAMES,
+    PROVIDED,
     REFUSED,
     RENAMED,
-    SERVED,
     SURFACE,
 )
 
@@ -72,13 +72,13 @@ def test_accelerates_names_are_found():
 
 
 def test_every_public_name_is_served_or_explained():
-    answered = {*headway.__all__, *SERVED, *RENAMED, *NAMES}
+    answered = {*headway.__all__, *PROVIDED, *RENAMED, *NAMES}
     assert sorted(set(list_public_names()) - answered) == []
 
 
 def test_headway_explains_names_that_only_accelerates_name_serves():
     theirs = set(AS_ACCELERATE) & set(list_public_names())
-    assert sorted(theirs - {*headway.__all__, *SERVED, *RENAMED, *NAMES}) == []
+    assert sorted(theirs - {*headway.__all__, *PROVIDED, *RENAMED, *NAMES}) == []
 
 
 MODULES_OF_COMMANDS_AND_TESTS = {
@@ -106,7 +106,7 @@ def test_each_name_has_one_status():
 
 
 def test_documented_differences_concern_served_names():
-    served = {*headway.__all__, *SERVED, *RENAMED, *AS_ACCELERATE}
+    served = {*headway.__all__, *PROVIDED, *RENAMED, *AS_ACCELERATE}
     assert sorted(set(DIFFERENT) - served) == []
     assert sorted(set(DIFFERENT) - {name for names in SURFACE.values() for name in names}) == []
 
@@ -171,13 +171,13 @@ def test_accelerates_test_helpers_are_served():
 
 
 def test_no_name_is_both_served_and_refused():
-    assert (set(SERVED) | set(RENAMED) | set(headway.__all__)) & set(NAMES) == set()
-    assert set(SERVED) & set(headway.__all__) == set()
+    assert (set(PROVIDED) | set(RENAMED) | set(headway.__all__)) & set(NAMES) == set()
+    assert set(PROVIDED) & set(headway.__all__) == set()
 
 
-@pytest.mark.parametrize("name", sorted({*SERVED, *RENAMED}))
+@pytest.mark.parametrize("name", sorted({*PROVIDED, *RENAMED}))
 def test_served_names_exist_and_have_docstrings(name):
-    value = find_served_name(name)
+    value = find_provided_name(name)
     assert isinstance(value, str) or inspect.getdoc(value)
 
 
@@ -185,7 +185,7 @@ def test_explanations_are_clauses_of_several_words():
     assert [why for why in {*NAMES.values(), *MEMBERS.values()} if len(why.split()) < 4 or why.endswith(".")] == []
 
 
-def test_every_module_path_exists():
+def test_every_module_path_of_accelerate_can_be_imported():
     assert {name.removeprefix("accelerate.") for name in list_modules()} == MODULES | OWN
 
 
@@ -251,8 +251,8 @@ STATES = ["PartialState", "AcceleratorState", "GradientState"]
 def test_states_have_the_same_members(name):
     made = accelerate.state.AcceleratorState, accelerate.Accelerator(cpu=True)
     theirs = getattr(accelerate.state, name)()
-    wanted = {each for each in {*dir(theirs), *vars(theirs)} if not each.startswith("_")}
+    expected = {each for each in {*dir(theirs), *vars(theirs)} if not each.startswith("_")}
     del made
     accelerate.state.AcceleratorState._reset_state(True)
     ours = headway.Accelerator(cpu=True), getattr(headway, name)()
-    assert sorted(wanted - set(dir(ours[1])) - {"get_deepspeed_plugin", "select_deepspeed_plugin"}) == []
+    assert sorted(expected - set(dir(ours[1])) - {"get_deepspeed_plugin", "select_deepspeed_plugin"}) == []

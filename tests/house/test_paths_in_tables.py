@@ -55,9 +55,9 @@ def test_files_in_the_table_of_where_new_things_go_exist():
     ("name", "file"),
     [
         ("_BUILT_IN", "core/tracking/selection.py"), ("LoggerType", "core/tracking/base.py"),
-        ("_DESCRIPTIONS", "core/config/mesh.py"), ("_INNER_AXES", "core/config/layout_choice.py"), ("_COMMANDS", "cli/main.py"),
-        ("SCHEMES", "common/object_path.py"),
-        ("DEVICES", "forecasting/device/devices.py"), ("StepGuard", "core/training/step.py"),
+        ("_DESCRIPTIONS", "core/config/mesh.py"), ("_INNER_AXES", "core/config/layout_after_loss.py"), ("_COMMANDS", "cli/main.py"),
+        ("SCHEMES", "common/object_path.py"), ("_BLOCKING_AXES", "planning/costs.py"),
+        ("DEVICES", "forecasting/device/devices.py"), ("StepGuard", "core/training/guard.py"),
     ],
 )  # fmt: skip
 def test_names_in_the_table_of_where_new_things_go_are_in_their_files(name, file):

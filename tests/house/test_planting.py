@@ -26,7 +26,7 @@ OWNERS = {
     "scheduler": "core/training/prepared/scheduler.py",
     "strategy": "core/strategies/",
     "precision": "core/precision/",
-    "clock": "core/training/windows.py",
+    "clock": "core/training/update_clock.py",
     "training_step": "core/training/step.py",
     "accumulation": "core/training/windows.py",
     "model": "core/training/prepared/model.py",

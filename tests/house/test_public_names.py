@@ -11,18 +11,21 @@ import headway
 from headway import Accelerator
 from headway.cli import launch
 from headway.compat.accelerate.members import AccelerateMembers
+from headway.compat.accelerate.provided_names import tables
+from headway.compat.accelerate.provided_names.as_accelerate import find_as_accelerate
+from headway.errors import ImportFailed
 
 NAMES = [
     "__version__", "AORecipeKwargs", "Accelerator", "ActivationCheckpointing", "AlignDevicesHook", "AutocastKwargs",
-    "CpuOffload", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
+    "ChatDataset", "ChatTokenizer", "CpuOffload", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "EarlyStopping", "EarlyStoppingCallback", "EvalPrediction",
     "ExponentialMovingAverage", "Float8Options", "GeneralTracker",
     "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType",
     "LongestSequence", "MatrixOptimizer", "MemoryMonitor", "Mixture",
-    "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PackedDataset", "PackingCollator",
-    "PipelineOptions", "PowerDecay", "Preemption", "PrefixedDataset", "PrinterCallback",
+    "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PackedDataset", "PackingCollator", "ParameterGroups", "ParameterNorms",
+    "PipelineOptions", "PowerDecay", "Preemption", "PreferenceCollator", "PreferenceTokenizer", "PrefixedDataset", "PrinterCallback",
     "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardedDataset", "ShardingOptions",
-    "SourceLosses", "SpikePolicy", "TensorParallelOptions", "TokenBatchSampler",
+    "SourceLosses", "SpikePolicy", "TensorParallelOptions", "TokenBatchSampler", "TokenDataset",
     "Tracker", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook",
     "WeightChannel", "Workload",
     "add_hook_to_module", "align_module_device", "all_memory_use", "attach_align_device_hook",
@@ -35,7 +38,7 @@ NAMES = [
     "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_out_of_memory",
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weight",
     "load_offloaded_weights", "memory_report", "memory_use", "named_module_tensors", "notebook_launcher",
-    "offload_pace", "offload_state_dict", "offload_weight", "on_main_process", "plan", "prepare_pippy",
+    "offload_pace", "offload_state_dict", "offload_weight", "on_main_process", "parameter_groups", "plan", "prepare_pippy",
     "print_gpu_utilization", "print_summary", "read_offload_index", "reconstruct_average", "release_memory",
     "remove_hook_from_module", "remove_hook_from_submodules", "save_offload_index", "set_seed", "skip_first_batches",
     "synchronize_rng_states", "track",
@@ -94,6 +97,20 @@ def test_unknown_name_raises_attribute_error():
         headway.Accelerate
 
 
+@pytest.mark.parametrize("table", ["own", "accelerate's", "as accelerate"])
+def test_attribute_error_during_an_import_is_not_hidden(table, monkeypatch):
+    """Python answers an AttributeError of a module's `__getattr__` with "cannot import name", which hides its cause."""
+    if table == "own":
+        monkeypatch.setitem(headway._MODULES_OF_NAMES, "Broken", "headway.errors")
+    elif table == "accelerate's":
+        monkeypatch.setitem(tables.PROVIDED, "Broken", "headway.errors")
+    else:
+        monkeypatch.setitem(tables.AS_ACCELERATE, "Broken", ("headway.errors", "Broken"))
+    message = r"Broken cannot be imported: module 'headway\.errors' has no attribute 'Broken'"
+    with pytest.raises(ImportFailed, match=message):
+        find_as_accelerate("Broken") if table == "as accelerate" else headway.Broken
+
+
 def test_stub_file_declares_every_public_name():
     stub = ast.parse((Path(headway.__file__).with_suffix(".pyi")).read_text())
     found = {name.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names}
@@ -103,11 +120,11 @@ def test_stub_file_declares_every_public_name():
     )
 
 
-def test_members_of_the_accelerator():
+def test_members_of_the_accelerator_are_frozen():
     assert {name for name in dir(Accelerator) if not name.startswith("_")} == ACCELERATOR
 
 
-def test_additional_members_for_scripts_of_accelerate():
+def test_additional_members_for_scripts_of_accelerate_are_frozen():
     accelerator = Accelerator(cpu=True)
     additional = {name for name in dir(accelerator) if not name.startswith("_")} - set(vars(accelerator)) - ACCELERATOR
     assert additional == set(MEMBERS_OF_ACCELERATE.split())
@@ -120,7 +137,7 @@ def test_every_member_has_a_docstring(kind, names):
     assert [name for name, member in found.items() if not inspect.getdoc(member)] == []
 
 
-def test_arguments_of_the_accelerator():
+def test_arguments_of_the_accelerator_are_frozen():
     assert list(inspect.signature(Accelerator).parameters) == ARGUMENTS
 
 
@@ -136,6 +153,6 @@ FLAGS = """
 """
 
 
-def test_flags_of_launch():
+def test_flags_of_launch_are_frozen():
     shown = {option.name for option in launch.command.params if not getattr(option, "hidden", False)}
     assert shown == {*FLAGS.split(), "script", "script_args"}

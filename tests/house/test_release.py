@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 def test_archives_install_and_work_in_an_empty_environment(tmp_path):
     wheel, archive = release.build(tmp_path / "dist", "https://example.org/headway")
     about = release.check_contents(wheel)
-    assert archive.name == f"headway-{release.version()}.tar.gz"
+    assert archive.name == f"headway-{release.read_version()}.tar.gz"
     assert "Repository, https://example.org/headway" in about.get_all("Project-URL")
     assert re.findall(r"\]\((?!https://|#)[^)]*\)", about.get_payload()) == []
     for each in (wheel, archive):
@@ -34,7 +34,7 @@ def test_tag_needs_a_clean_commit_with_a_changelog_section(tmp_path, monkeypatch
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
-    tag = f"v{release.version()}"
+    tag = f"v{release.read_version()}"
     git = partial(release.run_git, tmp_path)
     git("init", "--quiet")
     changes = tmp_path / "CHANGELOG.md"
@@ -45,7 +45,7 @@ def test_tag_needs_a_clean_commit_with_a_changelog_section(tmp_path, monkeypatch
     git("commit", "--quiet", "--message", "one")
     with pytest.raises(SystemExit, match="has no section"):
         release.check_ready_for_tag(tmp_path)
-    changes.write_text(f"# Changelog\n\n## [{release.version()}] - today\n")
+    changes.write_text(f"# Changelog\n\n## [{release.read_version()}] - today\n")
     git("commit", "--quiet", "--all", "--message", "two")
     git("tag", tag)
     with pytest.raises(SystemExit, match="lightweight"):
@@ -55,7 +55,7 @@ def test_tag_needs_a_clean_commit_with_a_changelog_section(tmp_path, monkeypatch
         release.check_ready_for_tag(tmp_path)
         assert release.add_tag(tmp_path) == tag
     assert git("cat-file", "-t", tag) == "tag"
-    assert git("tag", "--list", "--format", "%(subject)") == f"Headway {release.version()}"
+    assert git("tag", "--list", "--format", "%(subject)") == f"Headway {release.read_version()}"
     git("commit", "--quiet", "--allow-empty", "--message", "three")
     with pytest.raises(SystemExit, match="not at the current commit"):
         release.check_ready_for_tag(tmp_path)
@@ -76,8 +76,8 @@ def test_links_of_the_readme_exist_and_become_absolute():
     )  # no such claim and no badge
     for _, _, target in release._LINK.findall(README):
         assert (ROOT / target.partition("#")[0]).exists(), target
-    found = release.with_absolute_links("[a](docs/b.md#c) ![d](e.png) [f](https://g) [h](#i)", "https://x.org/y")
-    at = f"v{release.version()}"
+    found = release.make_links_absolute("[a](docs/b.md#c) ![d](e.png) [f](https://g) [h](#i)", "https://x.org/y")
+    at = f"v{release.read_version()}"
     assert found == (
         f"[a](https://x.org/y/blob/{at}/docs/b.md#c) ![d](https://x.org/y/raw/{at}/e.png) [f](https://g) [h](#i)"
     )
@@ -126,15 +126,15 @@ def test_pre_commit_hooks_match_make_check():
 
 def test_conda_recipe_and_citation_have_the_same_version_and_packages():
     recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
-    assert recipe["context"]["version"] == release.version()
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == release.version()
+    assert recipe["context"]["version"] == release.read_version()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == release.read_version()
     section = re.search(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
     names = {"torch": "pytorch", "xxhash": "python-xxhash"}
-    wanted = [
+    expected = [
         f"{names.get(name.lower(), name.lower())} >={least}"
         for name, least in re.findall(r'"(\w+)>=([\d.]+)"', section)
     ]
-    assert recipe["requirements"]["run"] == ["python >=3.10", *wanted]
+    assert recipe["requirements"]["run"] == ["python >=3.10", *expected]
 
 
 def test_publishing_a_site_keeps_those_of_other_versions(tmp_path):

@@ -18,6 +18,7 @@ COMMANDS = [
     ["env", "--help"],
     ["estimate", "--help"],
     ["report", "--help"],
+    ["tokenize", "--help"],
     ["compat", "--help"],
     ["compat"],
     ["compat", "--path"],
@@ -26,13 +27,13 @@ COMMANDS = [
 
 def list_imports(arguments: list[str], home: str, code: int = 0, says: str = "") -> set[str]:
     """Run `python -m headway ARGUMENTS` and return the names of the modules that it imports."""
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "headway", *arguments],
         capture_output=True, text=True, timeout=60, env={"PATH": "", "HEADWAY_HOME": home, **_python_path()},
     )  # fmt: skip
-    assert ran.returncode == code, ran.stderr[-2000:]
-    assert says in ran.stderr
-    lines = [line for line in ran.stderr.splitlines() if line.startswith("import time:")]
+    assert result.returncode == code, result.stderr[-2000:]
+    assert says in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
     return {line.rsplit("|", 1)[1].strip() for line in lines}
 
 
@@ -81,8 +82,10 @@ def test_one_process_launch_does_not_import_heavy_packages(tmp_path):
 
 def test_importing_headway_does_not_import_torch(tmp_path):
     code = "import headway, sys; print(sorted(set(sys.modules) & {'torch', 'numpy', 'click', 'rich'}))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=60)
-    assert ran.stdout == "[]\n", ran.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=60
+    )
+    assert result.stdout == "[]\n", result.stderr
 
 
 ALLOWED_PACKAGES = {"xxhash"}
@@ -99,9 +102,11 @@ IMPORTED_ON_USE = ("core.checkpoint.resume.preemption", "core.memory.monitor", "
 def list_additional_imports(statement: str) -> set[str]:
     """Return the modules that `statement` imports in a process that has already imported torch."""
     code = f"import sys, torch; before = set(sys.modules); {statement}; print(sorted(set(sys.modules) - before))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    return set(ast.literal_eval(ran.stdout))
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return set(ast.literal_eval(result.stdout))
 
 
 def test_imports_of_the_accelerator():

@@ -85,11 +85,11 @@ LIKE = {
 
 
 def _get_rows(batch):
-    batch = batch["label"] if isinstance(batch, dict) else batch
-    return [
-        int(float(str(row).removeprefix("row ")))
-        for row in (batch.tolist() if isinstance(batch, torch.Tensor) else batch)
-    ]
+    """Return the row numbers of a batch: a tensor of numbers, a list of "row 5", or a dict with the numbers as labels."""
+    rows = batch["label"] if isinstance(batch, dict) else batch
+    if isinstance(rows, torch.Tensor):
+        rows = rows.tolist()
+    return [int(float(str(row).removeprefix("row "))) for row in rows]
 
 
 def read(make, num_workers=0, num_epochs=2, **config):

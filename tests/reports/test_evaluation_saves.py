@@ -175,7 +175,7 @@ def test_run_saved_during_evaluation_and_killed_later(world_size, tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_evaluation_interrupted_within_an_epoch(world_size, tmp_path):
+def test_evaluation_interrupted_within_an_epoch_is_not_repeated(world_size, tmp_path):
     """The interrupted evaluation is not repeated, since training resumes with the next batch. Each later one is complete."""
     kind = "within an epoch"
     for results in run_ranks(run_all, world_size, str(tmp_path), "ctrl-c", kind):

@@ -110,9 +110,9 @@ def test_extra_state_survives_save_model_with_accelerate_imports(tmp_path):
         str(tmp_path / "script.py"),
         str(tmp_path),
     ]
-    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root}
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
     )
     assert result.returncode == 0, result.stderr
     assert "loaded" in result.stdout

@@ -63,12 +63,12 @@ def train_pair_by_hand(world_size, is_frozen=False):
 @pytest.mark.parametrize(
     ("strategy", "is_frozen"), [("ddp", False), ("fsdp", True)], ids=["ddp", "fsdp, frozen shared weight"]
 )
-def test_parameter_shared_by_two_models(strategy, is_frozen):
+def test_parameter_shared_by_two_models_trains_like_plain_pytorch(strategy, is_frozen):
     states = run_ranks(train_pair, 2, strategy, is_frozen)
     torch.testing.assert_close(states[0], train_pair_by_hand(2, is_frozen))
 
 
-def test_parameter_shared_by_two_models_on_one_process():
+def test_parameter_shared_by_two_models_trains_like_plain_pytorch_on_one_process():
     torch.testing.assert_close(run_ranks(train_pair, 1, "fsdp")[0], train_pair_by_hand(1))
 
 
@@ -108,7 +108,7 @@ def train_container(kind, strategy):
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_modules_in_a_container_without_forward(kind, world_size):
+def test_modules_in_a_container_without_forward_train_like_plain_pytorch(kind, world_size):
     weights, expected = run_ranks(train_container, world_size, kind, "ddp")[0]
     torch.testing.assert_close(weights, expected)
 
@@ -177,7 +177,7 @@ def differ_on_the_second_rank(index, rank):
 @pytest.mark.parametrize("choose_kind", [alternate_ranks, begin_with_texts, differ_on_the_second_rank])
 @pytest.mark.parametrize("num_steps", [1, 2])
 @pytest.mark.matrix
-def test_one_encoder_for_each_kind_of_batch(choose_kind, num_steps):
+def test_one_encoder_for_each_kind_of_batch_trains_like_plain_pytorch(choose_kind, num_steps):
     """Covers windows whose last micro-batch uses one encoder only. torch averages only that encoder's gradients there."""
     weights_of_ranks = run_ranks(train_encoders, 2, num_steps, choose_kind)
     expected = train_encoders_by_hand(num_steps, choose_kind, 2)

@@ -47,7 +47,7 @@ def train(kind, num_rows, strategy):
     ("kind", "num_rows", "strategy"),
     [("lbfgs", 5, "ddp"), ("lbfgs", 4, "fsdp"), ("muon", 1, "ddp"), *[("muon", n, "fsdp") for n in (1, 2, 3)]],
 )
-def test_optimizer_on_two_processes(kind, num_rows, strategy):
+def test_optimizer_on_two_processes_matches_plain_pytorch(kind, num_rows, strategy):
     assert max(run_ranks(train, 2, kind, num_rows, strategy)) < (1e-5 if kind == "lbfgs" else 1e-3)
 
 
@@ -60,5 +60,5 @@ def test_shape_that_cannot_be_sharded_is_named_at_prepare(kind, num_rows):
 
 
 @pytest.mark.parametrize(("kind", "num_rows"), [("lbfgs", 5), ("muon", 1)])
-def test_any_shape_on_one_process(kind, num_rows):
+def test_parameters_of_any_shape_match_plain_pytorch_on_one_process(kind, num_rows):
     assert run_ranks(train, 1, kind, num_rows, "fsdp")[0] < 1e-5

@@ -70,9 +70,9 @@ def test_attributes_that_torch_fixes_raise_torchs_error(name):
     loader = Accelerator(cpu=True).prepare(DataLoader(range(6), batch_size=2))
     with pytest.raises(ValueError, match=f"^{name} attribute should not be set") as expected:
         setattr(plain, name, getattr(plain, name))
-    with pytest.raises(ValueError, match=f"^{name} attribute should not be set") as caught:
+    with pytest.raises(ValueError, match=f"^{name} attribute should not be set") as exc_info:
         setattr(loader, name, getattr(loader, name))
-    assert str(caught.value) == str(expected.value)
+    assert str(exc_info.value) == str(expected.value)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 

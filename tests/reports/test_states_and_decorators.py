@@ -31,18 +31,18 @@ def test_state_after_a_reset_raises_accelerates_error(module, make):
     for state in (partial, full):
         kind = type(state).__name__
         for name in ("device", "num_processes", "process_index", "local_process_index", "distributed_type", "backend"):
-            with pytest.raises(AttributeError) as caught:
+            with pytest.raises(AttributeError) as exc_info:
                 getattr(state, name)
-            assert str(caught.value) == RESET.format(kind, name)
+            assert str(exc_info.value) == RESET.format(kind, name)
 
 
 @FOR_BOTH_LIBRARIES
 def test_unknown_attribute_of_a_state_raises_the_ordinary_error(module, make):
     make(cpu=True)
     for state in (module.PartialState(), module.AcceleratorState()):
-        with pytest.raises(AttributeError) as caught:
+        with pytest.raises(AttributeError) as exc_info:
             _ = state.no_such_name
-        assert str(caught.value) == f"'{type(state).__name__}' object has no attribute 'no_such_name'"
+        assert str(exc_info.value) == f"'{type(state).__name__}' object has no attribute 'no_such_name'"
     module.AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
 from headway.core.checkpoint.format.values import decode_value, encode_value
-from headway.core.checkpoint.loading.restoring import copy_state
+from headway.core.checkpoint.loading.rollback import copy_state
 from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 from tests.stores import server

@@ -96,8 +96,8 @@ def main():
                 )
             predictions = accelerator.pad_across_processes(outputs.logits.argmax(dim=-1), dim=1, pad_index=0)
             eval_preds.extend(accelerator.gather_for_metrics(predictions).cpu().tolist())
-        wanted = make_copies(19, 2).tensors[0][:, 7:]
-        accuracy = (torch.tensor(eval_preds)[:, 6:-1] == wanted).double().mean()
+        expected = make_copies(19, 2).tensors[0][:, 7:]
+        accuracy = (torch.tensor(eval_preds)[:, 6:-1] == expected).double().mean()
         accelerator.print(f"{epoch=}: {accuracy=}, train loss {total_loss / len(train_dataloader):.4f}")
         evidence.add("metrics", len(eval_preds), accuracy)
 

@@ -114,12 +114,12 @@ def build_libraries() -> None:
     for name in sorted(list_linked_libraries() | set(functions) | set(OWN) - {runtime}):
         if name == runtime:
             continue
-        wanted = functions.get(name, {})
+        expected = functions.get(name, {})
         objects = [compile_source(folder / each, "-I", INCLUDE) for each in OWN.get(name, [])]
-        if exported & set(wanted):
+        if exported & set(expected):
             objects.append(own)
         beside = [TARGET / runtime, "-Wl,-rpath,$ORIGIN"] if name in OWN and name != "libnvidia-ml.so.1" else []
-        link_library(name, objects, wanted, *beside)
+        link_library(name, objects, expected, *beside)
 
 
 def build_values() -> None:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headway.forecasting.device.devices import find_device
 from headway.forecasting.device.kernels import substitute_kernels
-from headway.forecasting.tracing.trace import StorageTracker
+from headway.forecasting.tracing.storage_tracker import StorageTracker
 
 RECORDED = """
 import gc, json, sys
@@ -48,6 +49,18 @@ print(json.dumps(answers))
 """
 
 
+END_PROCESS = """
+import os
+sys.stdout.flush()
+os._exit(0)
+"""
+"""Last lines of a script that runs backward passes.
+
+Without them, a thread of autograd rarely asks for the interpreter's lock while the interpreter ends. Before Python 3.13
+this ends the thread inside C++ code, which aborts the process: "terminate called without an active exception".
+"""
+
+
 def run_on_device(kind: str, source: str, cases: list[Any]) -> list[Any]:
     """Run `source` in a process with a simulated device of this kind, and return the result of its `run` for each case.
 
@@ -55,10 +68,10 @@ def run_on_device(kind: str, source: str, cases: list[Any]) -> list[Any]:
     """
     pytest.importorskip("simulated_cuda")
     environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
-    command = [sys.executable, "-c", source + RECORDED, json.dumps(cases)]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    found: list[Any] = json.loads(ran.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", source + RECORDED + END_PROCESS, json.dumps(cases)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found: list[Any] = json.loads(result.stdout.splitlines()[-1])
     assert len(found) == len(cases)
     return found
 
@@ -67,8 +80,7 @@ def trace_operation(kind: str, run: Any, case: Iterable[Any]) -> Any:
     """Trace `run` for one case on fake tensors with the forecast's model of the device, and return its result."""
     device = find_device(kind)
     with substitute_kernels(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
-        tracker = StorageTracker(device)
-        tracker._threads = {"forward", "backward"}  # both threads have cuBLAS's workspace already
+        tracker = StorageTracker(replace(device, cublas=0))  # the device has allocated cuBLAS's workspaces already
 
         def meter(function: Any) -> tuple[list[int], Any]:
             begin = len(tracker.events)

@@ -38,10 +38,10 @@ for seed in range(4):
 def test_model_matches_torchs_allocator_at_each_of_2800_steps(expandable: bool) -> None:
     pytest.importorskip("simulated_cuda")
     environment = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}", "SIMULATED_CUDA_MIB": "80000"}
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(expandable)],
         capture_output=True,
         text=True,
         env={**os.environ, **environment, "SIMULATED_CUDA_VALUES": "0"},
     )
-    assert ran.returncode == 0, ran.stderr
+    assert result.returncode == 0, result.stderr

@@ -45,11 +45,11 @@ print(*sorted(found))
 )
 def test_predicted_kernel_matches_torchs_choice_in_9216_cases(device: str, kernels: str) -> None:
     pytest.importorskip("simulated_cuda")
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,
         text=True,
         env={**os.environ, "SIMULATED_CUDA": device, "SIMULATED_CUDA_VALUES": "0"},
     )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.split() == kernels.split()
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split() == kernels.split()

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from headway.forecasting.device.kernels import LATE_SCRATCH_ON_CUDA
+from headway.forecasting.device.devices import find_device
+from headway.forecasting.device.memory_rules import list_rules
+from tests.simulated_cuda.operations import END_PROCESS
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 # (operation, dtype, sizes, whether the gradient has the layout that the kernel reads). Sizes of attention: batch, heads,
@@ -68,6 +70,8 @@ print(json.dumps([measured(*case) for case in json.loads(sys.argv[1])]))
 def predict_sizes(name: str, dtype: torch.dtype, sizes: list[int], in_rows: bool) -> tuple[list[int], list[int]]:
     """Return the sizes in bytes of the scratch memory that the forecast counts, and those of the results."""
 
+    rules = list_rules(find_device("h100")).after
+
     def meta(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
@@ -79,26 +83,26 @@ def predict_sizes(name: str, dtype: torch.dtype, sizes: list[int], in_rows: bool
         )
         gradient = query if in_rows else meta(samples, heads, length, width)
         args: tuple[Any, ...] = (gradient, query, key, key, query)
-        found = LATE_SCRATCH_ON_CUDA[f"aten::_scaled_dot_product_{name}_attention_backward"](args)
+        found = rules[f"aten::_scaled_dot_product_{name}_attention_backward"](args)
         return found, [query.nbytes, key.nbytes, key.nbytes]
     if name == "embedding":
         indices, rows, width = sizes
         args = meta(indices, width), meta(indices, of=torch.long), rows
-        return LATE_SCRATCH_ON_CUDA["aten::embedding_dense_backward"](args), [rows * width * dtype.itemsize]
+        return rules["aten::embedding_dense_backward"](args), [rows * width * dtype.itemsize]
     values = meta(*sizes)
     operation = {"softmax": "_softmax_backward_data", "safe_softmax": "_safe_softmax"}[name]
     args = (values, -1, None) if name == "safe_softmax" else (values, values, -1, dtype)
-    return LATE_SCRATCH_ON_CUDA[f"aten::{operation}"](args), [values.nbytes]
+    return rules[f"aten::{operation}"](args), [values.nbytes]
 
 
 @pytest.mark.parametrize("kind", ["h100", "a100-80gb"])
 def test_predicted_scratch_memory_matches_torchs_kernels(kind: str) -> None:
     pytest.importorskip("simulated_cuda")
     environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
-    command = [sys.executable, "-c", MEASURE, json.dumps(CASES)]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    for (name, dtype, sizes, in_rows), real in zip(CASES, json.loads(ran.stdout.splitlines()[-1]), strict=True):
+    command = [sys.executable, "-c", MEASURE + END_PROCESS, json.dumps(CASES)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for (name, dtype, sizes, in_rows), real in zip(CASES, json.loads(result.stdout.splitlines()[-1]), strict=True):
         found, results = predict_sizes(name, DTYPES[dtype], sizes, in_rows)
         # Small requests use a separate pool. Examples are the indices and flags of a sort.
         counted = sorted(size for size in (*found, *results) if size > 1 << 17)

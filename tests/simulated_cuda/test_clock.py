@@ -27,11 +27,11 @@ def timed(work, stream=None):
 def run_with_clock(code: str, **environment: str) -> Any:
     """Run code in a process with a virtual clock, and return the JSON that it prints."""
     variables = {**os.environ, "SIMULATED_CUDA_CLOCK": "1", **environment}
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", START + code], capture_output=True, text=True, env=variables, timeout=100
     )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 COSTS = """

@@ -48,7 +48,7 @@ print(torch.compile(lambda x: x.sin() * 2)(torch.ones(8, device="cuda")))
 
 def test_compiled_kernel_is_an_error_if_values_are_computed() -> None:
     variables = {**os.environ, "SIMULATED_CUDA_VALUES": "1"}
-    ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=variables)
-    assert ran.returncode == 1
-    assert ran.stdout == ""
-    assert "Triton's kernels compute nothing here, so they only run with SIMULATED_CUDA_VALUES=0" in ran.stderr
+    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=variables)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "Triton's kernels compute nothing here, so they only run with SIMULATED_CUDA_VALUES=0" in result.stderr

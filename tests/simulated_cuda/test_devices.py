@@ -38,14 +38,14 @@ def test_kinds_of_devices_match_those_of_a_forecast() -> None:
 def run_on_devices(code: str, **environment: str) -> Any:
     """Run code in a process with simulated devices, and return the JSON that it prints."""
     pytest.importorskip("simulated_cuda")
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "import json, torch\n" + code],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
     )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def test_process_sees_the_configured_devices() -> None:
@@ -100,8 +100,8 @@ def test_launcher_counts_devices_without_torch() -> None:
     code = "import sys, json\nfrom headway.launch import machine\nfrom pathlib import Path\n"
     code += "print(json.dumps([machine._count_nvidia(Path('/')), 'torch' in sys.modules]))"
     environment = {**os.environ, "SIMULATED_CUDA_DEVICES": "3"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert json.loads(ran.stdout) == [3, False]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(result.stdout) == [3, False]
 
 
 def test_torch_is_built_for_cuda() -> None:

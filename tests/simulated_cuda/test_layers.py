@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_memory_of_one_more_layer_matches_ranks_by_hand() -> None:
     """Compare a forecast and a plan with NCCL ranks on which plain torch shards and splits the model."""
     pytest.importorskip("simulated_cuda")
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "benchmarks.cuda_build.layouts", "fsdp", "fsdp+tp=2", "loss parallel"],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran.stdout.splitlines() if "|" in line]
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines() if "|" in line]
     slopes = {
         cells[0]: [int(cell.replace(",", "")) for cell in cells[2:]]
         for cells in rows

@@ -91,7 +91,7 @@ def test_every_collective_moves_the_data(dtype: torch.dtype, size: int) -> None:
 
     total = of(0) + of(1) + of(2)
     for rank, found in enumerate(run_ranks(run_every_collective, 3, dtype, size)):
-        wanted = {
+        expected = {
             "RedOpType.SUM": total, "RedOpType.MAX": of(2), "RedOpType.MIN": of(0), "broadcast": of(1),
             "gathered": torch.cat([of(0), of(1), of(2)]), "passed": of((rank - 1) % 3),
             "scattered": (of(0, 3) + of(1, 3) + of(2, 3)).chunk(3)[rank],
@@ -99,6 +99,6 @@ def test_every_collective_moves_the_data(dtype: torch.dtype, size: int) -> None:
             "pair": of(1) if rank == 1 else of(0) + of(2),
         }  # fmt: skip
         if rank == 2:
-            wanted["reduced"] = total
-        assert found.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+            expected["reduced"] = total
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []

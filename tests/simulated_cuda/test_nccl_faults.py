@@ -93,7 +93,9 @@ def test_memory_that_runs_out_on_one_rank_is_replayed_on_both(limit: int) -> Non
     pieces = run_ranks(train_with_limit_on_rank_1, 2, limit << 20)
     assert [errors for *_, errors in whole] == [0, 0]
     assert pieces[0][2] == 0 < pieces[1][2]
-    for (sizes, weights, _), (_, wanted, _) in zip(pieces, whole, strict=True):
+    for (sizes, weights, _), (_, expected, _) in zip(pieces, whole, strict=True):
         assert min(sizes) < 2048
-        assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(weights, wanted, strict=True))
+        assert all(
+            torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(weights, expected, strict=True)
+        )
     assert all(map(torch.equal, pieces[0][1], pieces[1][1]))

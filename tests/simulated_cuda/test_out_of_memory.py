@@ -51,12 +51,12 @@ def train_in_pieces(limit: int | None) -> tuple[list[int], list[torch.Tensor], i
 
 
 def test_batches_in_pieces_give_the_weights_of_whole_batches() -> None:
-    whole, wanted, none = train_in_pieces(None)
+    whole, expected, none = train_in_pieces(None)
     pieces, found, errors = train_in_pieces(112 * MIB)
     assert (whole, none) == ([2048, 2048], 0)
     assert errors >= 1
     assert max(pieces[1:]) < 2048
-    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(found, wanted))
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(found, expected))
 
 
 def test_later_steps_of_a_custom_optimizer_copy_only_the_loss_to_the_host() -> None:

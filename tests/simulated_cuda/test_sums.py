@@ -40,11 +40,11 @@ def test_predicted_scratch_memory_of_sums_matches_torchs_kernels(kind: str, name
     pytest.importorskip("simulated_cuda")
     environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
     command = [sys.executable, "-c", MEASURE, json.dumps(SHAPES), name]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
     card = find_device(kind)
     rule = make_sum_rules(card.processors, card.threads)[f"aten::{name}"]
-    real = json.loads(ran.stdout.splitlines()[-1])
+    real = json.loads(result.stdout.splitlines()[-1])
     cases = [(shape, dims, dtype) for shape, dims in SHAPES for dtype in (torch.float32, torch.bfloat16)]
     for (shape, dims, dtype), num_bytes in zip(cases, real, strict=True):
         values = torch.empty(shape, dtype=dtype, device="meta")

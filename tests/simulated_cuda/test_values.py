@@ -26,7 +26,7 @@ def build_model() -> nn.Module:
 
 @pytest.mark.parametrize("kind", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True, "capturable": True}])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_optimizers(make: type[torch.optim.Optimizer], kind: dict[str, bool]) -> None:
+def test_optimizers_compute_the_values_of_the_cpu(make: type[torch.optim.Optimizer], kind: dict[str, bool]) -> None:
     if "amsgrad" in kind and make is not torch.optim.AdamW:
         pytest.skip("AdamW's own options")
     found = []
@@ -45,7 +45,7 @@ def test_optimizers(make: type[torch.optim.Optimizer], kind: dict[str, bool]) ->
     assert difference <= (1e-5 if "capturable" in kind else 0)  # capturable optimizers use a different formula
 
 
-def test_headway_loop_with_accumulation_and_clipping() -> None:
+def test_headway_loop_with_accumulation_and_clipping_computes_the_values_of_the_cpu() -> None:
     found = []
     for device in BOTH:
         accelerator = Accelerator(gradient_accumulation_steps=2, cpu=device == "cpu")
@@ -80,7 +80,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", ["plain", "causal", "mask"])
-def test_fused_attention(kernel: SDPBackend, form: str) -> None:
+def test_fused_attention_computes_the_values_of_the_cpu(kernel: SDPBackend, form: str) -> None:
     if form == "mask" and kernel is SDPBackend.FLASH_ATTENTION:
         pytest.skip("flash attention takes no mask")
     dtype, generator = KERNELS[kernel], torch.Generator().manual_seed(0)
@@ -154,8 +154,8 @@ def test_autocast_uses_the_operation_lists_of_cuda() -> None:
     assert torch.allclose(half.float(), x @ x, atol=1e-2)
 
 
-def test_backward_in_several_threads() -> None:
-    wanted = torch.arange(4.0) * 2
+def test_backward_in_several_threads_computes_the_right_gradients() -> None:
+    expected = torch.arange(4.0) * 2
     found: list[torch.Tensor] = []
 
     def work() -> None:
@@ -168,11 +168,11 @@ def test_backward_in_several_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.equal(each, wanted) for each in found)
+    assert all(torch.equal(each, expected) for each in found)
     assert len(found) == 3
 
 
-def test_convolutions_and_batch_norm() -> None:
+def test_convolutions_and_batch_norm_compute_the_values_of_the_cpu() -> None:
     found = []
     for device in BOTH:
         torch.manual_seed(0)
@@ -219,9 +219,9 @@ os._exit(0)
 def test_convolutions_without_cudnn_run_torchs_own_backward(kind: str, columns: int) -> None:
     environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "1"}
     command = [sys.executable, "-c", IN_BFLOAT16]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert columns <= int(ran.stdout) < columns + (1 << 14)  # plus the weights' gradients
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert columns <= int(result.stdout) < columns + (1 << 14)  # plus the weights' gradients
 
 
 def test_operation_without_an_implementation_is_reported(allow_uncomputed_values: None) -> None:

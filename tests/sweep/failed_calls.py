@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
+from headway.core.checkpoint.saving.job import SavePolicy
 from headway.core.checkpoint.saving.saver import Saver
-from headway.core.checkpoint.saving.writer import SavePolicy
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import CheckpointError
@@ -199,8 +199,8 @@ def _judge_later(root: Path, variant: dict, answers: list[str]) -> list[str]:
     if answers != ["saved"] * variant["world_size"]:
         return [f"the next save: {answers}"]
     value, left = read_newest_value(root), sorted(path.name for path in root.iterdir())
-    wanted = ["checkpoint_1" if variant["same_name"] else "checkpoint_3", "latest"]
-    return [] if (value, left) == (3, wanted) else [f"after the next save {value} is loaded, and there is {left}"]
+    expected = ["checkpoint_1" if variant["same_name"] else "checkpoint_3", "latest"]
+    return [] if (value, left) == (3, expected) else [f"after the next save {value} is loaded, and there is {left}"]
 
 
 def list_cases(variants: list[str]):

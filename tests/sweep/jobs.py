@@ -142,13 +142,13 @@ class _RunningJob:
 
     def follow(self, strike: Strike | None, find: Callable[[Strike], tuple[Mark, float] | None]) -> Mark | None:
         """Wait until the strike was sent, or until the script ends. Return the mark of the strike, or None."""
-        wanted = None if strike is None else find(strike)
+        expected = None if strike is None else find(strike)
         while self.process.poll() is None and time.monotonic() < self.compute_deadline:
-            if strike is not None and wanted is not None and (at := self._time_of(wanted[0])) is not None:
-                time.sleep(max(0.0, self.began + at + wanted[1] - time.monotonic()))
+            if strike is not None and expected is not None and (at := self._time_of(expected[0])) is not None:
+                time.sleep(max(0.0, self.began + at + expected[1] - time.monotonic()))
                 self._send(strike)
                 self.compute_deadline = time.monotonic() + PATIENCE
-                return wanted[0]
+                return expected[0]
             self._read(0.05)
         self._read(0)
         return None

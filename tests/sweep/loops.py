@@ -315,23 +315,25 @@ def find_differences(loop: Loop) -> list[str]:
         is_whole = found is not None  # not interrupted by a save, so the result contains all updates
         if found is None:
             found = run_ranks(train_on_ranks, SHARDS[loop.resumed][0], loop, loop.resumed, folder, timeout=240)[0]
-    wanted = train_by_hand(loop)
+    expected = train_by_hand(loop)
     wrong = (
-        [f"{found.num_updates} updates, not {wanted.num_updates}"] if found.num_updates != wanted.num_updates else []
+        [f"{found.num_updates} updates, not {expected.num_updates}"]
+        if found.num_updates != expected.num_updates
+        else []
     )
-    wrong += _compare("weight", found.weights, wanted.weights)
+    wrong += _compare("weight", found.weights, expected.weights)
     if is_whole:
-        wrong += _compare("average", found.averages, wanted.averages)
-        for kind, mine, other in (("rate", found.rates, wanted.rates), ("norm", found.norms, wanted.norms)):
+        wrong += _compare("average", found.averages, expected.averages)
+        for kind, mine, other in (("rate", found.rates, expected.rates), ("norm", found.norms, expected.norms)):
             if len(mine) != len(other) or not torch.allclose(torch.tensor(mine), torch.tensor(other), rtol=CLOSE):
                 wrong.append(f"{kind}s {mine[:4]}, not {other[:4]}")
     return wrong
 
 
-def _compare(kind: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    if found.keys() != wanted.keys():
-        return [f"{kind}s of {sorted(found.keys() ^ wanted.keys())}"]
-    off = {name: float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()}
+def _compare(kind: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    if found.keys() != expected.keys():
+        return [f"{kind}s of {sorted(found.keys() ^ expected.keys())}"]
+    off = {name: float((found[name] - tensor).abs().max()) for name, tensor in expected.items()}
     worst = max(off, key=off.__getitem__, default="")
     return [f"{kind} {worst} by {off[worst]:.1e}"] if worst and not off[worst] <= CLOSE else []
 

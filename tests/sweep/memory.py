@@ -113,13 +113,13 @@ def launch(folder: Path, layout: str, seed: str, num_kills: int, keeps: int, dam
     (folder / "train.py").write_text(PROGRAM)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     words = ["-m", "headway", "launch", "--cpu", "-n", "2", *LAYOUTS[layout], "--max_restarts", str(num_kills)]
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *words, "train.py", seed, str(num_kills), str(keeps), damage],
         cwd=folder, capture_output=True, text=True, timeout=SLACK, env=kept,
     )  # fmt: skip
-    if ran.returncode:
-        raise RuntimeError(ran.stderr)
-    (folder / "stderr").write_text(ran.stderr)
+    if result.returncode:
+        raise RuntimeError(result.stderr)
+    (folder / "stderr").write_text(result.stderr)
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("rank*.jsonl"))]
 
 

@@ -95,23 +95,23 @@ class Sweep:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._whole: dict[tuple[str, int], Ended] = {}
+        self._undisturbed_runs: dict[tuple[str, int], Ended] = {}
 
-    def whole(self, mode: str, num_ranks: int) -> Ended:
+    def get_undisturbed_run(self, mode: str, num_ranks: int) -> Ended:
         """Return the uninterrupted run of this kind, which is made on first use."""
-        if (mode, num_ranks) not in self._whole:
+        if (mode, num_ranks) not in self._undisturbed_runs:
             folder = self.folder / f"whole {mode} {num_ranks}"
             folder.mkdir()
             ended = jobs.run(folder, mode, num_ranks, 0)
             if ended.code != 0 or not all(lines and "weights" in lines[-1] for lines in ended.lines):
                 raise RuntimeError(f"the undisturbed run failed ({mode}, {num_ranks} ranks):\n{ended.errors}")
-            self._whole[mode, num_ranks] = ended
+            self._undisturbed_runs[mode, num_ranks] = ended
             shutil.rmtree(folder)
-        return self._whole[mode, num_ranks]
+        return self._undisturbed_runs[mode, num_ranks]
 
     def run(self, plan: Plan) -> Outcome:
         """Make one run: start it again until it ends, and return its outcome."""
-        whole, outcome = self.whole(plan.mode, plan.num_ranks), Outcome(plan)
+        whole, outcome = self.get_undisturbed_run(plan.mode, plan.num_ranks), Outcome(plan)
         folder = self.folder / f"run {plan.number}"
         folder.mkdir()
         reached = [0] * plan.num_ranks
@@ -175,25 +175,25 @@ def _find_problems(ended: Ended, whole: Ended, reached: list[int], former: Ended
         found.append(f"it did not end within {jobs.PATIENCE:g} s of {ended.struck}: {ended.errors}")
     if ended.left:
         found.append(f"processes outlive it: {ended.left}")
-    for rank, (lines, wanted) in enumerate(zip(ended.lines, whole.lines)):
+    for rank, (lines, expected) in enumerate(zip(ended.lines, whole.lines)):
         if not lines:
             continue
-        begin = next((at for at, line in enumerate(wanted) if line == lines[0]), None)
+        begin = next((at for at, line in enumerate(expected) if line == lines[0]), None)
         if begin is None or begin > reached[rank]:
-            nearest = [line for line in wanted if line.get("place") == lines[0].get("place")][:1]
+            nearest = [line for line in expected if line.get("place") == lines[0].get("place")][:1]
             found.append(f"rank {rank} begins with {lines[0]} after {reached[rank]} lines, of which there is only {nearest}"
-                         f" (line {begin}); next is {wanted[reached[rank] : reached[rank] + 1]}")  # fmt: skip
+                         f" (line {begin}); next is {expected[reached[rank] : reached[rank] + 1]}")  # fmt: skip
             continue
-        if begin + len(lines) > len(wanted):
-            found.append(f"rank {rank} has more lines than the undisturbed run: {lines[len(wanted) - begin :]}")
+        if begin + len(lines) > len(expected):
+            found.append(f"rank {rank} has more lines than the undisturbed run: {lines[len(expected) - begin :]}")
             continue
-        differs = next((at for at, pair in enumerate(zip(lines, wanted[begin:])) if pair[0] != pair[1]), None)
+        differs = next((at for at, pair in enumerate(zip(lines, expected[begin:])) if pair[0] != pair[1]), None)
         if differs is not None:
             found.append(
-                f"rank {rank} says {lines[differs]} instead of {wanted[begin + differs]} (line {begin + differs})"
+                f"rank {rank} says {lines[differs]} instead of {expected[begin + differs]} (line {begin + differs})"
             )
-        saved = _find_preempted_line(former, rank, wanted)
-        if _count_updates(wanted[begin:saved]):
+        saved = _find_preempted_line(former, rank, expected)
+        if _count_updates(expected[begin:saved]):
             found.append(f"rank {rank} trains {saved - begin} lines again, though the start before was preempted")
         reached[rank] = max(reached[rank], begin + len(lines))
     if ended.code == 0 and reached != [len(lines) for lines in whole.lines]:
@@ -207,14 +207,14 @@ def _find_problems(ended: Ended, whole: Ended, reached: list[int], former: Ended
     return found
 
 
-def _find_preempted_line(former: Ended | None, rank: int, wanted: list[dict]) -> int:
+def _find_preempted_line(former: Ended | None, rank: int, expected: list[dict]) -> int:
     """Return the number of the line after which the previous start was preempted, or 0 if it was not preempted.
 
     An earlier start that was killed may have reached a later line.
     """
     if former is None or former.code != PREEMPTED or not former.lines[rank]:
         return 0
-    return next((at + 1 for at, line in enumerate(wanted) if line == former.lines[rank][-1]), 0)
+    return next((at + 1 for at, line in enumerate(expected) if line == former.lines[rank][-1]), 0)
 
 
 def _find_stray_files(folder: Path) -> list[str]:

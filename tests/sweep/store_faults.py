@@ -28,8 +28,8 @@ from headway.core.checkpoint import folders
 from headway.core.checkpoint.folders import HeldLocks
 from headway.core.checkpoint.format.manifest import read_manifest
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
+from headway.core.checkpoint.saving.job import SavePolicy
 from headway.core.checkpoint.saving.saver import Saver
-from headway.core.checkpoint.saving.writer import SavePolicy
 from headway.core.checkpoint.state import CollectedState
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives

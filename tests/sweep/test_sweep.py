@@ -67,12 +67,12 @@ def test_repeatedly_interrupted_run_matches_uninterrupted_run(chosen, sweep):
 @pytest.mark.skipif(bool(_find_skip_reason()), reason=_find_skip_reason())
 def test_failed_call_loses_nothing(tmp_path):
     """Run the sweep in a new process, because each of its cases is a fork of it."""
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.sweep.failed_calls", "--seed", str(SEED), "--count", "25"],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-2000:]
-    assert int(ran.stdout.split()[-2]) > 15
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
+    assert int(result.stdout.split()[-2]) > 15
 
 
 def test_plan_of_a_run_depends_only_on_seed_and_number():
@@ -101,7 +101,7 @@ WHOLE = [line(0), line(1), line(2), {"evaluation": "0x1p0"}]
 
 
 @pytest.mark.parametrize(
-    ("lines", "reached", "former", "code", "wanted"),
+    ("lines", "reached", "former", "code", "expected"),
     [
         (WHOLE, 0, None, 0, ""), (WHOLE[:2], 0, None, -9, ""), (WHOLE[1:], 2, (-9, 2), 0, ""), (WHOLE[2:], 2, (75, 2), 0, ""),
         (WHOLE[3:], 4, (75, 4), 0, ""), (WHOLE[1:], 3, (75, 1), 0, ""),
@@ -111,13 +111,13 @@ WHOLE = [line(0), line(1), line(2), {"evaluation": "0x1p0"}]
         ([*WHOLE, line(9)], 0, None, -9, "more lines"),
     ],
 )  # fmt: skip
-def test_violated_promises_are_found(lines, reached, former, code, wanted):
+def test_violated_promises_are_found(lines, reached, former, code, expected):
     def ended(lines, code):
         return jobs.Ended(code, 1.0, [], [lines], "")
 
     before = None if former is None else ended(WHOLE[: former[1]], former[0])
     found = runs._find_problems(ended(lines, code), ended(WHOLE, 0), [reached], before)
-    assert (wanted in found[0]) if wanted else found == []
+    assert (expected in found[0]) if expected else found == []
 
 
 def test_answer_of_a_failed_save_is_compared_with_the_checkpoint(tmp_path):

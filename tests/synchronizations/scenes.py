@@ -20,7 +20,7 @@ from headway.core.runtime.device import CPU
 from headway.core.runtime.readback import Readback
 from headway.core.training.checks import notices
 from headway.core.training.task import BatchTask
-from headway.core.training.windows import UpdateClock
+from headway.core.training.update_clock import UpdateClock
 from headway.extras.replay import padding_check
 from headway.extras.throughput import Throughput
 from headway.trainer.callbacks import TrainerControl
@@ -176,7 +176,7 @@ def figures(fake: FakeDevice) -> list[str]:
         meter._end_lap(seconds[0])
         meter.add(tokens=torch.tensor(100 * number).to(DEVICE))
         fake.start_over()
-        found.append(f"{meter.fact()}; {fake.num_waits} waits")
+        found.append(f"{meter.format_rates()}; {fake.num_waits} waits")
     return [*found, f"{meter.total()['tokens_per_second']:.0f}"]
 
 
@@ -200,8 +200,8 @@ def two_ranks(fake: FakeDevice) -> list[Any]:
     control = TrainerControl(should_save=True)
     training = object.__new__(Training)
     exchange = SimpleNamespace(num_processes=2, collectives=CollectivesOfTwoRanks(), device=DEVICE)
-    events = SimpleNamespace(has_user_callbacks=True, control=control)
-    training.__dict__.update(_accelerator=exchange, _has_user_callbacks=False, _events=events)
+    handler = SimpleNamespace(has_user_callbacks=True, control=control)
+    training.__dict__.update(_accelerator=exchange, _has_user_callbacks=False, _callback_handler=handler)
     fake.start_over()
     loss = task.loss(CollectivesOfTwoRanks())  # type: ignore[arg-type]
     training._synchronize_control()

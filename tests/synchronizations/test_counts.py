@@ -24,11 +24,11 @@ def run_module(module: str) -> Any:
     """
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", f"tests.synchronizations.{module}"]
-    ran = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, timeout=240, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
     )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

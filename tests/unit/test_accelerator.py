@@ -153,7 +153,7 @@ def test_free_memory_frees_all_objects():
 # -------------------------------------------------------------------- metrics
 
 
-def test_metrics_outside_the_loop():
+def test_metrics_of_a_loader_outside_its_loop_are_an_error():
     acc = Accelerator(cpu=True)
     loader = acc.prepare(DataLoader(Numbers(4), batch_size=2))
     assert acc.gather_for_metrics(torch.arange(3)).tolist() == [0, 1, 2]

@@ -71,10 +71,10 @@ def test_level_from_the_environment_applies_unless_logging_is_configured():
     cases = {"": ["INFO own.part: told", "INFO own: told too"], set_up: ["mine: told", "mine: told too"]}
     for first, expected in cases.items():
         code = first + said + "get_logger('own.part').info('again')\n"
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
                              env={**os.environ, "HEADWAY_LOG_LEVEL": "info"})  # fmt: skip
-        assert ran.stderr.splitlines()[:2] == expected
-        assert ran.stderr.count("again") == 1
+        assert result.stderr.splitlines()[:2] == expected
+        assert result.stderr.count("again") == 1
     silent = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=60,
                             env={name: value for name, value in os.environ.items() if name != "HEADWAY_LOG_LEVEL"})  # fmt: skip
     assert silent.stderr == ""
@@ -96,11 +96,11 @@ def test_unknown_level_is_refused(monkeypatch):
 
 
 def test_command_line_reports_an_unknown_level_in_one_line():
-    ran = subprocess.run([sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", __file__], capture_output=True,
+    result = subprocess.run([sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", __file__], capture_output=True,
                          text=True, env={**os.environ, "HEADWAY_LOG_LEVEL": "loud"}, timeout=60)  # fmt: skip
-    assert ran.returncode == 2
-    assert ran.stderr.startswith("headway: error: the log level 'loud'")
-    assert ran.stderr.count("\n") == 1
+    assert result.returncode == 2
+    assert result.stderr.startswith("headway: error: the log level 'loud'")
+    assert result.stderr.count("\n") == 1
 
 
 def test_warning_of_headway_ends_with_the_users_line(caplog):

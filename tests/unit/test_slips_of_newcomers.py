@@ -35,14 +35,14 @@ def test_save_model_with_exchanged_arguments(accelerator, tmp_path):
         accelerator.save_model(str(tmp_path), torch.nn.Linear(2, 1))
 
 
-def test_early_stopping_with_arguments_of_lightning():
+def test_early_stopping_refuses_arguments_of_lightning_with_a_remedy():
     with pytest.raises(CallError, match=r"no argument 'monitor': pass the metric itself: stopping.update\(loss\)"):
         EarlyStopping(monitor="val_loss", patience=3)
     with pytest.raises(CallError, match="did you mean patience"):
         EarlyStopping(patiense=3)
 
 
-def test_memory_limit_without_a_device(tmp_path):
+def test_memory_limit_without_a_device_is_refused_with_an_example(tmp_path):
     with pytest.raises(DeviceMapError, match=r"max_memory='20MB' is not a map; .*'cpu': '8GiB'"):
         load_checkpoint_and_dispatch(torch.nn.Linear(2, 1), tmp_path, device_map="auto", max_memory="20MB")
 

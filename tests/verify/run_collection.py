@@ -25,7 +25,7 @@ from headway.verify.command import read_options
 from headway.verify.proofs import PROOFS as FUNCTIONS
 from headway.verify.runs import ForkServer, VerifyError
 from headway.verify.session import VerifySession
-from headway.verify.verdict import Verdict
+from headway.verify.verdict import Proof, Verdict
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from table import Script, read_script
@@ -63,7 +63,7 @@ def verify_script(path: Path, words: str | None, flags: str, servers: list[ForkS
             runs = session.run()
             return [FUNCTIONS[word](runs) for word in FUNCTIONS if word in options.proofs]
     except VerifyError as error:
-        return [Verdict("script", "script", "FAIL", str(error))]
+        return [Proof("script", title="script").report_failure(str(error))]
 
 
 def judge(script: Script, verdicts: list[Verdict]) -> str:

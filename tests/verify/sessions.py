@@ -1,12 +1,13 @@
 """Run `headway verify` in this process with servers shared by several tests: a second per script instead of ten."""
 
-import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from headway.cli.options import make_setting_options
 from headway.cli.verify import make_options
@@ -24,9 +25,11 @@ class Verifier:
     """Verification on the CPU with given servers.
 
     Args:
+        folder: Folder that must be the current one while a script is verified: scripts work in copies of it.
         servers: Servers that fork the runs.
     """
 
+    folder: Path
     servers: list[ForkServer]
 
     def verify(self, script: Path, *args: str, flags: str = "", **options: Any) -> dict[str, Verdict]:
@@ -51,17 +54,16 @@ class Verifier:
 
 @contextmanager
 def open_verifier(folder: Path) -> Iterator[Verifier]:
-    """Yield a verifier whose scripts work in copies of a folder.
+    """Yield a verifier, and end its servers afterwards.
 
     Args:
-        folder: Empty folder, which is the current folder until the context ends.
+        folder: Empty folder in which scripts are verified.
     """
-    before = os.getcwd()
-    os.chdir(folder)
-    servers = [ForkServer(), ForkServer()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        servers = [ForkServer(), ForkServer()]
     try:
-        yield Verifier(servers)
+        yield Verifier(folder, servers)
     finally:
-        os.chdir(before)
         for each in servers:
             each.close()

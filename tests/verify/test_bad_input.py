@@ -50,9 +50,9 @@ def write_script(folder: Path, text: str) -> Path:
 )
 def test_error_says_what_to_do(verifier: Verifier, tmp_path: Path, text: str, time_limit: int, pattern: str) -> None:
     script = write_script(tmp_path, text)
-    with pytest.raises(VerifyError) as caught:
+    with pytest.raises(VerifyError) as exc_info:
         verifier.verify(script, only="learning", time_limit=time_limit)
-    assert re.search(pattern, str(caught.value)), str(caught.value)
+    assert re.search(pattern, str(exc_info.value)), str(exc_info.value)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ for number, (rows,) in enumerate(batches, start + 1):
 @pytest.mark.matrix
 @pytest.mark.parametrize(("skip", "status"), [("start", "PASS"), ("0", "FAIL")])
 @pytest.mark.parametrize("is_absolute", [False, True])
-def test_script_with_an_argument_for_resuming(
+def test_script_with_an_argument_for_resuming_is_verified(
     verifier: Verifier, tmp_path: Path, skip: str, status: str, is_absolute: bool
 ) -> None:
     folder = str(tmp_path / "states") if is_absolute else "states"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headway.verify.verdict import Verdict
+from headway.verify.verdict import Proof
 from tests.docs.pages import parse_blocks
 from tests.verify.grading import grade
 from tests.verify.scripts.causes import PLANTED
@@ -144,7 +144,9 @@ def test_planted_fault_is_found_with_its_cause(tmp_path: Path, name: str, word: 
     result = verify(tmp_path, "--json", "--only", word, *flags, str(path))
     assert read_statuses(result) == {word: "FAIL"}
     assert result.returncode == 1
-    verdicts = [Verdict(word, "", "FAIL", each["reason"], tuple(each["details"])) for each in read_proofs(result)]
+    verdicts = [
+        Proof(word, title="").report_failure(each["reason"], details=each["details"]) for each in read_proofs(result)
+    ]
     assert "cause right" in grade(path, verdicts), result.stdout
     assert "line wrong" not in grade(path, verdicts), result.stdout
 

@@ -11,6 +11,7 @@ row = section.row
 
 HANGS = error("this run hangs")
 CRASHES = error("Is there a distributed collective mismatch in your code?")
+DIFFERENT_REDUCTIONS = warning("different values of reduction=")
 LEFT = plain_error("had finished the script by then")
 
 
@@ -96,7 +97,7 @@ def fails_alone(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("`prepare` under `if accelerator.is_main_process:`", error("not every rank made this call"), single=EQUAL)
+@row("`prepare` under `if accelerator.is_main_process:`", error("do not fit together"), single=EQUAL)
 def prepares_alone(s: Script) -> None:
     accelerator = s.start()
     parts = s.build(accelerator)
@@ -106,7 +107,10 @@ def prepares_alone(s: Script) -> None:
 
 
 @row(
-    "an additional object prepared on one rank", error("on rank 1 only: rank 0 has gone on to"), single=None, ddp=HANGS
+    "an additional object prepared on one rank",
+    error("on rank 1 only: rank 0 has gone on to"),
+    single=None,
+    ddp=error("do not fit together"),
 )
 def prepares_more(s: Script) -> None:
     s.shorten_timeout()
@@ -118,6 +122,65 @@ def prepares_more(s: Script) -> None:
     else:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     train(accelerator, model, optimizer, loader)
+
+
+@row(
+    "`backward(loss, weight=n)` on one rank, `backward(loss)` on the others",
+    error("weight= on some ranks only"),
+    single=None,
+)
+def weighs_alone(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepare_all()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = mse_loss(model(inputs), targets)
+            accelerator.backward(loss, weight=len(inputs) if accelerator.is_main_process else None)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row(
+    "`reduction='sum'` on one rank, for a loss that is a mean",
+    single=None,
+    tp=None,
+    ddp=DIFFERENT_REDUCTIONS,
+    fsdp=DIFFERENT_REDUCTIONS,
+)
+def sums_alone(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepare_all()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = mse_loss(model(inputs), targets)
+            accelerator.backward(loss, reduction="sum" if accelerator.is_main_process else "mean")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row(
+    "`clip_grad_norm_` under `if accelerator.is_main_process and accelerator.sync_gradients:`",
+    error("do not fit together"),
+    single=None,
+)
+def clips_alone(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepare_all()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            if accelerator.is_main_process and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("`clip_grad_value_` with a different limit on each rank", error("do not fit together"), single=None)
+def clamps_differently(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepare_all()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            accelerator.clip_grad_value_(model.parameters(), 0.1 * (1 + accelerator.process_index))
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @row("tensors of different shapes gathered", error("do not fit together"), single=EQUAL)

@@ -20,5 +20,5 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("name", "layout"), CELLS)
-def test_cell(name: str, layout: str) -> None:
+def test_mistake_is_handled_as_the_table_says(name: str, layout: str) -> None:
     assert not judge(name, layout)

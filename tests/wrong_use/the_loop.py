@@ -313,7 +313,7 @@ def breaks(s: Script) -> None:
                 break
 
 
-@row("one `accumulate` block around all micro-batches of an update", error("a block of its own"))
+@row("one `accumulate` block around all micro-batches of an update", error("Use a separate block for each batch"))
 def window_in_one_block(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepare_all()
     batches = iter(loader)

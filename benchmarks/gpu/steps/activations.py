@@ -1,4 +1,7 @@
-"""Activations in host memory compared with recomputed activations: tokens/s and peak memory of a GPT-2 of 355 million parameters."""
+"""Activations in host memory compared with recomputed activations: tokens/s and peak memory of a GPT-2 of 355 million parameters.
+
+`python -m benchmarks.gpu activations` runs only this step; with `--device cpu`, at a small size.
+"""
 
 from collections.abc import Mapping
 from typing import Any

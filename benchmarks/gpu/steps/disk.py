@@ -1,4 +1,7 @@
-"""Blocking saves and loads of 5 GB on the device, compared with the same bytes in plain Python, and with Accelerate."""
+"""Blocking saves and loads of 5 GB on the device, compared with the same bytes in plain Python, and with Accelerate.
+
+`python -m benchmarks.gpu disk` runs only this step; with `--device cpu`, at a small size.
+"""
 
 import gc
 import shutil

@@ -2,6 +2,8 @@
 
 On a GPU, blocks are compiled one by one (regional compilation), because float8 only pays off if its casts are fused
 with other operations. On a CPU, a small Llama runs uncompiled with emulated float8, which only shows that the step works.
+
+`python -m benchmarks.gpu float8` runs only this step; with `--device cpu`, at a small size.
 """
 
 from typing import Any

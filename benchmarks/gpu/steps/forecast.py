@@ -1,4 +1,7 @@
-"""Memory forecasts compared with real runs: of tensors, the allocator and the process, and the allocator's recorded requests."""
+"""Memory forecasts compared with real runs: of tensors, the allocator and the process, and the allocator's recorded requests.
+
+`python -m benchmarks.gpu forecast` runs only this step; with `--device cpu`, at a small size.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +20,7 @@ from headway.core.training.forecast_types import Forecast
 from headway.extras.activation_checkpointing import checkpoint_activations
 from headway.forecasting.device import calibration
 from headway.forecasting.device.devices import find_device, name_this_device
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.recipe import StepRecipe
 from headway.planning.optimizers import resolve_optimizer
 
 TOLERANCE = 0.05

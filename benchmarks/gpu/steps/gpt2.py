@@ -1,4 +1,7 @@
-"""GPT-2 124M in bf16, eager and compiled: tokens per second in plain PyTorch, with Headway and with Accelerate."""
+"""GPT-2 124M in bf16, eager and compiled: tokens per second in plain PyTorch, with Headway and with Accelerate.
+
+`python -m benchmarks.gpu gpt2` runs only this step; with `--device cpu`, at a small size.
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""Batch sizes under a memory limit: by automatic micro-batching, compared with the best fixed size, and by batch size searches."""
+"""Batch sizes under a memory limit: by automatic micro-batching, compared with the best fixed size, and by batch size searches.
+
+`python -m benchmarks.gpu microbatching` runs only this step; with `--device cpu`, at a small size.
+"""
 
 from dataclasses import dataclass
 from typing import Any

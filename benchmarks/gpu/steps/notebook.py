@@ -1,4 +1,7 @@
-"""Four trainings of BERT-large from a tutorial notebook, with Headway's Trainer: memory compared with the published figures."""
+"""Four trainings of BERT-large from a tutorial notebook, with Headway's Trainer: memory compared with the published figures.
+
+`python -m benchmarks.gpu notebook` runs only this step; with `--device cpu`, at a small size.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,7 @@
-"""Memory that runs out while AdamW's first step creates its state: the step is replayed with the bits of an undisturbed run."""
+"""Memory that runs out while AdamW's first step creates its state: the step is replayed with the bits of an undisturbed run.
+
+`python -m benchmarks.gpu out_of_memory` runs only this step; with `--device cpu`, at a small size.
+"""
 
 import hashlib
 from collections.abc import Callable

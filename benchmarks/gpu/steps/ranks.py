@@ -2,6 +2,8 @@
 
 NCCL refuses two ranks on one device of one host. So each rank claims to be a separate host (NCCL_HOSTID), and they communicate
 over the loopback interface. The environment is that of torchrun on two machines with one process each.
+
+`python -m benchmarks.gpu ranks` runs only this step; with `--device cpu`, at a small size.
 """
 
 import json

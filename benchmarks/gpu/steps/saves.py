@@ -1,4 +1,7 @@
-"""Background saves of GPT-2 XL with AdamW: stall of the loop and time until all is written, compared with dcp.async_save."""
+"""Background saves of GPT-2 XL with AdamW: stall of the loop and time until all is written, compared with dcp.async_save.
+
+`python -m benchmarks.gpu saves` runs only this step; with `--device cpu`, at a small size.
+"""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Number of times per update that the host waits for the device: each feature, compared with the same hand-written loop."""
+"""Number of times per update that the host waits for the device: each feature, compared with the same hand-written loop.
+
+`python -m benchmarks.gpu synchronizations` runs only this step; with `--device cpu`, at a small size.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,7 +136,8 @@ def add_count(
 ) -> int:
     """Run the loop twice, add a row with the waits of the second pass, and return the waits per update.
 
-    Waits that occur once per pass (a loader draws its seed), or in the first pass only, appear only in the note.
+    Waits that occur once per pass (a loader draws its seed), or in the first pass only, appear only in the note. On a
+    CPU, the row has no target: reading a value waits for nothing there, so Headway reads each loss to check it.
 
     Args:
         bench: Run of the step.
@@ -148,7 +152,7 @@ def add_count(
     value = sum(count // NUM_UPDATES for count in waits.values())
     lines = ", ".join(f"{line} x{count}" for line, count in waits.most_common(5)) or "none"
     target, is_met = "", None
-    if plain_waits is not None and num_extra_waits is not None:
+    if plain_waits is not None and num_extra_waits is not None and not bench.is_cpu:
         target, is_met = f"at most {num_extra_waits} more than by hand", value <= plain_waits + num_extra_waits
     note = f"in {NUM_UPDATES} updates: {lines}; in the first pass: {first_pass}"
     bench.add_row(Row(name, value, "waits per update", plain_waits, "by hand", target, is_met, note))

@@ -1,4 +1,7 @@
-"""A Llama of 13.5 GB with weights in host memory: GB/s compared with the link's bandwidth, tokens/s compared with Accelerate."""
+"""A Llama of 13.5 GB with weights in host memory: GB/s compared with the link's bandwidth, tokens/s compared with Accelerate.
+
+`python -m benchmarks.gpu weights` runs only this step; with `--device cpu`, at a small size.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -6,11 +6,11 @@ safetensors or the format of torch.distributed.checkpoint, under the names of th
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,9 +19,13 @@ from headway.cli.progress import show_progress
 from headway.common.object_path import ObjectPath
 from headway.common.text import format_bytes
 from headway.common.untrusted import escape_text
+from headway.core.checkpoint.format.entries import HASH_NAME, ITEM_BYTES
 from headway.core.checkpoint.format.foreign import explain_path, list_checkpoint_names
-from headway.core.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, TITLE, Manifest, read_manifest
+from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from headway.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from headway.extras.weight_averaging import SavedModel
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +84,7 @@ def inspect(checkpoint: Path, tensors: bool, verify: bool) -> None:
         for name, target in manifest.aliases.items():
             click.echo(escape_text(f"  {name}  tied to {target}"))
     if verify:
-        click.echo(f"verified: all {len(manifest.files)} files are as they were written, by their {TITLE}")
+        click.echo(f"verified: all {len(manifest.files)} files are as they were written, by their {HASH_NAME}")
 
 
 def format_listing(parent: Path) -> list[str]:
@@ -133,7 +137,7 @@ def format_summary(manifest: Manifest) -> list[str]:
         plural = "s" if total.num_tensors > 1 else ""
         sizes = f"{total.num_tensors} tensor{plural}, {total.num_values:,} values, {format_bytes(total.num_bytes)}"
         lines.append(f"{owner:{width}}  {sizes}")
-    lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}, each with its {TITLE}")
+    lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}, each with its {HASH_NAME}")
     return lines
 
 
@@ -141,8 +145,20 @@ def format_summary(manifest: Manifest) -> list[str]:
     "merge",
     cls=GroupedCommand,
     params=[
-        click.Argument(["checkpoint"], type=PLACE),
+        click.Argument(["checkpoints"], type=PLACE, nargs=-1, required=True, metavar="CHECKPOINT..."),
         click.Argument(["output"], type=PLACE),
+        make_option(
+            "--average",
+            None,
+            "Average",
+            "Average the weights of all CHECKPOINTs, which can also be folders with safetensors.",
+        ),
+        make_option(
+            "--coefficients",
+            "N,N,...",
+            "Average",
+            "Weight of each CHECKPOINT in the average.  [default: equal weights]",
+        ),
         make_option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
         make_option("--max_shard_size", "SIZE", "Output", _MAX_SHARD_SIZE_HELP, default="10GB", show_default=True),
         make_option("--overwrite", None, "Output", "Replace weights that OUTPUT already contains."),
@@ -150,59 +166,152 @@ def format_summary(manifest: Manifest) -> list[str]:
         make_option("--config", "FOLDER", "Output", _CONFIG_HELP, LocalPath(path_type=Path)),
     ],
     help="Write the weights in CHECKPOINT (or a folder written by torch.distributed.checkpoint) to the folder OUTPUT as "
-    "model.safetensors, or as shards with an index.",
+    "model.safetensors, or as shards with an index. With --average, write the average of several checkpoints.",
 )
 def merge(
-    checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool, to: str, config: Path | None
+    checkpoints: tuple[Path, ...],
+    output: Path,
+    average: bool,
+    coefficients: str | None,
+    model: int,
+    max_shard_size: str,
+    overwrite: bool,
+    to: str,
+    config: Path | None,
 ) -> None:
-    """Write a checkpoint's weights to a folder, with the files that describe the model, such as its config.
+    """Write a checkpoint's weights, or the average of several, to a folder, with the files that describe the model.
 
-    The weights are compared with their hashes. A folder that torch.distributed.checkpoint wrote has no hashes.
+    The weights are compared with their hashes. Only checkpoints of `save_state` have hashes.
 
     Args:
-        checkpoint: Folder or URL of the checkpoint, or a folder that torch.distributed.checkpoint wrote.
+        checkpoints: Folders or URLs of checkpoints, or folders that torch.distributed.checkpoint wrote. Without `average`,
+            one. With `average`, they can also be folders, files and indexes of safetensors.
         output: Folder for the weights.
+        average: Whether to write the average of the checkpoints.
+        coefficients: Weights of the checkpoints in the average, separated by commas. None: equal weights.
         model: Index of the model in a checkpoint with several models.
         max_shard_size: Maximum size of a safetensors file, such as "10GB".
         overwrite: Whether weights in `output` may be replaced.
         to: "safetensors" or "dcp".
-        config: Folder whose config and tokenizer files are copied. None: those in the checkpoint.
+        config: Folder whose config and tokenizer files are copied. None: those in the last checkpoint.
 
     Raises:
-        CheckpointError: If the checkpoint is missing or damaged, or the weights cannot be written.
-        ConfigError: If `output` cannot be used, `config` is not a folder, or there is no such model.
+        CheckpointError: If a checkpoint is missing or damaged, if checkpoints cannot be averaged, or if the weights
+            cannot be written.
+        ConfigError: If `output` cannot be used, `config` is not a folder, or there is no such model. Also if the number of
+            checkpoints or the coefficients are not allowed.
     """
-    local_folder = None if isinstance(checkpoint, ObjectPath) else checkpoint
-    is_dcp = (
-        local_folder is not None
-        and not os.path.exists(local_folder / MANIFEST)
-        and os.path.isfile(local_folder / ".metadata")
-    )
-    manifest = None if is_dcp else read_manifest(checkpoint)
+    factors = _check_average(checkpoints, average, coefficients)
     check_output(output, overwrite)
     if config is not None and not config.is_dir():
         raise ConfigError(f"--config {config} is not a folder; give the one that contains config.json")
     from headway.core.checkpoint import folders
     from headway.core.checkpoint.loading import dcp
-    from headway.core.weights.compiled import remove_compiled_levels
-    from headway.core.weights.export import copy_files, save_weights
+    from headway.core.weights.export import save_weights
+    from headway.core.weights.pretrained_files import copy_files
+    from headway.extras.weight_averaging import WeightAverage
 
-    show_progress()
-    named_tensors = (
-        dcp.read_folder(checkpoint) if manifest is None else _open_model_tensors(checkpoint, manifest, model)
-    )
-    renamed_tensors = ((remove_compiled_levels(name), tensor) for name, tensor in named_tensors)
-    try:
-        paths = (
-            dcp.write_folder(renamed_tensors, output)
-            if to == "dcp"
-            else save_weights(renamed_tensors, output, max_shard_size)
-        )
-        paths += copy_files(config or folders.find_store(checkpoint).get_content_folder(), output)
-    except (OSError, UnicodeError) as error:
-        raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
+    with show_progress():
+        models = [_open_model(checkpoint, model, is_average=average) for checkpoint in checkpoints]
+        weight_average = WeightAverage(models, factors) if average else None
+        named_tensors = weight_average.iterate_tensors() if weight_average is not None else models[0].tensors.items()
+        last = checkpoints[-1]
+        try:
+            paths = (
+                dcp.write_folder(named_tensors, output)
+                if to == "dcp"
+                else save_weights(named_tensors, output, max_shard_size)
+            )
+            paths += copy_files(config or folders.find_store(last).get_content_folder(), output)
+        except (OSError, UnicodeError) as error:
+            raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
     for path in paths:
         click.echo(path)
+    if weight_average is not None:
+        for line in weight_average.describe_exceptions():
+            click.echo(escape_text(line), err=True)
+
+
+def _check_average(checkpoints: tuple[Path, ...], is_average: bool, coefficients: str | None) -> list[float] | None:
+    """Return the numbers in `coefficients`, or None if there are none.
+
+    Args:
+        checkpoints: Checkpoints of the command.
+        is_average: Whether `--average` was passed.
+        coefficients: Numbers, separated by commas, or None.
+
+    Raises:
+        ConfigError: If there are several checkpoints or coefficients without `--average`, if a checkpoint is given twice, or
+            if a coefficient is not a number.
+    """
+    if not is_average:
+        if len(checkpoints) > 1:
+            raise ConfigError(
+                f"merge got {len(checkpoints)} checkpoints and OUTPUT {checkpoints[-1]}; give one checkpoint, or --average to write "
+                "the average of several"
+            )
+        if coefficients is not None:
+            raise ConfigError("--coefficients needs --average")
+    places = [each if isinstance(each, ObjectPath) else each.resolve() for each in checkpoints]
+    repeated = [each for index, each in enumerate(checkpoints) if places[index] in places[:index]]
+    if repeated:
+        raise ConfigError(
+            f"{repeated[0]} is given twice; give each checkpoint once, and its weight with --coefficients"
+        )
+    if coefficients is None:
+        return None
+    try:
+        return [float(text) for text in coefficients.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--coefficients {coefficients}; give one number per checkpoint, as in 2,1,1") from error
+
+
+def _open_model(checkpoint: Path, model: int, is_average: bool) -> "SavedModel":
+    """Open the weights of one model in a checkpoint. Their values are read on request.
+
+    Args:
+        checkpoint: Folder or URL of a checkpoint, or a folder that torch.distributed.checkpoint wrote.
+        model: Index of the model.
+        is_average: Whether `checkpoint` can also be a folder, a file or an index of safetensors.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing or damaged.
+        ConfigError: If the checkpoint contains no weights of a model with this index.
+    """
+    from headway.core.checkpoint.loading import dcp
+    from headway.core.weights.compiled import remove_compiled_levels
+    from headway.core.weights.files import open_checkpoint
+    from headway.extras.weight_averaging import SavedModel
+
+    place = str(checkpoint)
+    ties: dict[str, str] = {}
+    tensors: Mapping[str, Any]
+    is_local = not isinstance(checkpoint, ObjectPath)
+    if is_local and not os.path.exists(checkpoint / MANIFEST) and os.path.isfile(checkpoint / ".metadata"):
+        tensors = dcp.open_folder(checkpoint)
+    elif is_average and is_local and _contains_weight_files(checkpoint):
+        files = open_checkpoint(checkpoint)
+        tensors, ties = files.tensors, files.ties
+    else:
+        manifest = read_manifest(checkpoint)
+        prefix = f"model/{model}/"
+        tensors = dict(_open_model_tensors(checkpoint, manifest, model))
+        ties = {
+            name.removeprefix(prefix): target.removeprefix(prefix)
+            for name, target in manifest.aliases.items()
+            if name.startswith(prefix)
+        }
+    renamed = {remove_compiled_levels(name): tensor for name, tensor in tensors.items()}
+    renamed_ties = {remove_compiled_levels(name): remove_compiled_levels(target) for name, target in ties.items()}
+    return SavedModel(place, renamed, renamed_ties)
+
+
+def _contains_weight_files(place: Path) -> bool:
+    """Whether a path is a file, or a folder that contains weight files and no manifest of a Headway checkpoint."""
+    if place.is_dir():
+        has_files = any(any(place.glob(pattern)) for pattern in _WEIGHT_FILE_PATTERNS)
+        return has_files and not os.path.exists(place / MANIFEST)
+    return place.is_file()
 
 
 def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Iterator[tuple[str, Any]]:

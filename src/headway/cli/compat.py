@@ -8,8 +8,8 @@ import click
 
 from headway.cli.options import JSON, GroupedCommand, format_examples, make_option
 from headway.common.untrusted import escape_text, read_regular_file
-from headway.compat.accelerate.served.surface import ServedName, describe_name, list_used_names
-from headway.compat.accelerate.served.tables import SURFACE
+from headway.compat.accelerate.provided_names.surface import NameReport, describe_name, list_used_names
+from headway.compat.accelerate.provided_names.tables import SURFACE
 from headway.errors import ConfigError
 from headway.launch.stand_in import FOLDER, VERSION
 
@@ -31,7 +31,19 @@ _UNKNOWN_NOTE = f"not a public name of Accelerate {VERSION}"
 
 
 def _run_compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
-    """Print the report on the scripts, or on all names. Exit with code 1 if a script uses a name that is not served."""
+    """Print the report on the scripts or on all names, or the folder for PYTHONPATH.
+
+    Exit with code 1 if a script uses a name that is not served, or that is not a public name of Accelerate.
+
+    Args:
+        scripts: Scripts to check. Empty: report on all names of Accelerate.
+        path: Whether to print only the folder that PYTHONPATH needs for `import accelerate`.
+        as_json: Whether to print JSON.
+
+    Raises:
+        ConfigError: If `path` is combined with scripts or with `as_json`, or if a script is a notebook or cannot be
+            read or parsed.
+    """
     if path:
         if scripts or as_json:
             raise ConfigError("--path prints the folder for PYTHONPATH; it takes neither scripts nor --json")
@@ -54,7 +66,7 @@ def _run_compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def _find_names(script: Path) -> list[tuple[ServedName, int]]:
+def _find_names(script: Path) -> list[tuple[NameReport, int]]:
     """Return the names of Accelerate that a script uses, each with the line of its first use.
 
     Raises:
@@ -69,15 +81,16 @@ def _find_names(script: Path) -> list[tuple[ServedName, int]]:
         raise ConfigError(f"{script} cannot be parsed as Python: {error}") from error
 
 
-def _make_row(served_name: ServedName) -> dict[str, Any]:
+def _make_row(report: NameReport) -> dict[str, Any]:
+    """Return a name's report as a row of the JSON output."""
     return {
-        "name": served_name.name,
-        "status": served_name.status,
-        "note": served_name.note or (_UNKNOWN_NOTE if served_name.status == "unknown" else ""),
+        "name": report.name,
+        "status": report.status,
+        "note": report.note or (_UNKNOWN_NOTE if report.status == "unknown" else ""),
     }
 
 
-def _echo_script(name: str, rows: list[tuple[ServedName, int]]) -> None:
+def _echo_script(name: str, rows: list[tuple[NameReport, int]]) -> None:
     """Print the names of Accelerate that one script uses, with their lines, as text."""
     if not rows:
         click.echo(escape_text(f"{name}: uses nothing of Accelerate"))
@@ -91,7 +104,8 @@ def _echo_script(name: str, rows: list[tuple[ServedName, int]]) -> None:
         click.echo(escape_text(text + (f": {note}" if note else "")))
 
 
-def _format_counts(names: list[ServedName]) -> str:
+def _format_counts(names: list[NameReport]) -> str:
+    """Return a line that counts the names of Accelerate by status."""
     counts = {status: sum(each.status == status for each in names) for status in _STATUS_WORDS}
     parts = [f"{counts['served'] + counts['differs']} served"]
     if counts["differs"]:
@@ -105,21 +119,18 @@ def _echo_surface(as_json: bool) -> None:
     names_by_module = {module: [describe_name(name) for name in names] for module, names in SURFACE.items()}
     if as_json:
         rows = {
-            f"accelerate.{module}": [_make_row(served_name) for served_name in names]
-            for module, names in names_by_module.items()
+            f"accelerate.{module}": [_make_row(report) for report in names] for module, names in names_by_module.items()
         }
         click.echo(json.dumps(rows, indent=1))
         return
-    all_names = [served_name for names in names_by_module.values() for served_name in names]
+    all_names = [report for names in names_by_module.values() for report in names]
     click.echo(f"Accelerate {VERSION}: {_format_counts(all_names)}")
-    width = max(len(served_name.name) for served_name in all_names)
+    width = max(len(report.name) for report in all_names)
     for module, names in names_by_module.items():
         click.echo(f"\naccelerate.{module}")
-        for served_name in names:
-            word = _STATUS_WORDS[served_name.status]
-            click.echo(
-                f"  {served_name.name:<{width}}  {word}{': ' if served_name.note else ''}{served_name.note}".rstrip()
-            )
+        for report in names:
+            word = _STATUS_WORDS[report.status]
+            click.echo(f"  {report.name:<{width}}  {word}{': ' if report.note else ''}{report.note}".rstrip())
 
 
 command = GroupedCommand(

@@ -15,6 +15,7 @@ _EPILOG = format_examples(
 
 
 def _print_completion(shell: str) -> None:
+    """Print the script that enables completion in a shell."""
     script = get_completion_class(shell)
     assert script is not None  # click knows all shells that the argument accepts
     group = click.get_current_context().find_root().command

@@ -95,6 +95,7 @@ class ConfigQuestion:
 
 
 def _check_layout(layout_text: str, num_processes: int | None) -> None:
+    """Raise `ConfigError` if a text is not a layout, or does not fit the number of processes."""
     layout = mesh.parse_layout(layout_text)
     if num_processes is not None:
         layout.resolve(num_processes)
@@ -230,12 +231,23 @@ def _ask_and_write(config_file: str | None) -> None:
 
 
 def _write_and_show(config: LaunchConfig, path: Path) -> None:
+    """Write a config file, and print its path and content."""
     write_config(config, path)
     click.echo(f"written to {path}:")
     click.echo(format_config(config), nl=False)
 
 
 def _write_default(config_file: str | None, mixed_precision: str | None, force: bool) -> None:
+    """Write a config file of default settings, and print it.
+
+    Args:
+        config_file: Path of the file. None: the default path.
+        mixed_precision: Value of the setting. None: not set.
+        force: Whether to replace an existing file.
+
+    Raises:
+        ConfigError: If the file exists and `force` is False.
+    """
     path = _get_config_path(config_file)
     if path.exists() and not force:
         raise ConfigError(
@@ -254,10 +266,9 @@ def _update_config(config_file: str | None) -> None:
     data = load_mapping(read_config(path), str(path))
     kept_values = {}
     for key, value in data.items():
-        removal_reason = (
-            find_alternative(key) or explain_layout_key(key) if key not in (*KEYS, *EARLIER_NAMES) else None
-        )
-        if removal_reason is None:
+        is_known = key in KEYS or key in EARLIER_NAMES
+        removal_reason = None if is_known else find_alternative(key) or explain_layout_key(key)
+        if removal_reason is None:  # an unknown key without a reason is an error later
             kept_values[key] = value
         else:
             click.echo(f"taken out: {key}: {removal_reason}")
@@ -292,11 +303,11 @@ def _describe_default(setting: LaunchSetting) -> str:
     return f"default: {setting.default or ('off' if setting.kind == 'switch' else 'not set')}"
 
 
-def _import_foreign(foreign: str, config_file: str | None, force: bool) -> None:
+def _import_accelerate_config(accelerate_file: str, config_file: str | None, force: bool) -> None:
     """Translate a config file of Accelerate, print a report on each key, and write the translation.
 
     Args:
-        foreign: Path of the file of Accelerate.
+        accelerate_file: Path of the file of Accelerate.
         config_file: Path of the file to write. None: the default path of `headway config`.
         force: Whether to replace an existing file.
 
@@ -305,7 +316,7 @@ def _import_foreign(foreign: str, config_file: str | None, force: bool) -> None:
     """
     from headway.compat.accelerate.launching.config_file import translate_config
 
-    translation = translate_config(load_mapping(read_config(Path(foreign)), foreign), foreign)
+    translation = translate_config(load_mapping(read_config(Path(accelerate_file)), accelerate_file), accelerate_file)
     width = max((len(key) for key, _ in translation.lines), default=0)
     for key, description in translation.lines:
         click.echo(f"{key:<{width}}  {description}")
@@ -321,7 +332,7 @@ _WHERE = "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.
 _FILE = make_option("--config_file", "PATH", "Options", _WHERE, LocalPath())
 _FORCE = make_option("--force", None, "Options", "Replace an existing file.")
 _PRECISION = make_option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SETTINGS["mixed_precision"].text)
-_FOREIGN = click.Argument(["foreign"], metavar="FILE")
+_ACCELERATE_FILE = click.Argument(["accelerate_file"], metavar="FILE")
 
 
 def _make_subcommand(name: str, callback: Any, help_: str, *params: click.Parameter) -> click.Command:
@@ -336,7 +347,7 @@ _SUBCOMMANDS = [
     _make_subcommand("default", _write_default, _DEFAULT, _FILE, _PRECISION, _FORCE),
     _make_subcommand("update", _update_config, _UPDATE, _FILE),
     _make_subcommand("show", _show_settings, _SHOW, _FILE, JSON),
-    _make_subcommand("import", _import_foreign, _IMPORT, _FOREIGN, _FILE, _FORCE),
+    _make_subcommand("import", _import_accelerate_config, _IMPORT, _ACCELERATE_FILE, _FILE, _FORCE),
 ]
 
 
@@ -350,6 +361,11 @@ class ConfigGroup(click.Group):
 
 
 def _run_config(config_file: str | None) -> None:
+    """Ask for the settings and write the config file, unless a subcommand follows, which then runs.
+
+    Raises:
+        ConfigError: If `--config_file` precedes a subcommand.
+    """
     subcommand = click.get_current_context().invoked_subcommand
     if subcommand is None:
         _ask_and_write(config_file)

@@ -67,6 +67,7 @@ def _describe_layout(environment: dict[str, str]) -> str:
 
 
 def _find_version(package: str) -> str | None:
+    """Return the installed version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -74,12 +75,14 @@ def _find_version(package: str) -> str | None:
 
 
 def _describe_accelerators(this_machine: machine.Machine) -> str:
+    """Return the number, the kind and the IDs of the machine's accelerators as text."""
     if this_machine.accelerator is None:
         return "none that this torch can use"
     return f"{len(this_machine.device_ids)} x {this_machine.accelerator} ({', '.join(this_machine.device_ids)})"
 
 
 def _describe_memory() -> str:
+    """Return the free and the total host memory as text."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -87,6 +90,7 @@ def _describe_memory() -> str:
 
 
 def _run_env(as_json: bool) -> None:
+    """Print the environment as a table or as JSON."""
     entries = describe_environment()
     if as_json:
         click.echo(json.dumps(entries, indent=2))

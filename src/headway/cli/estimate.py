@@ -4,21 +4,23 @@ Without options, the command reports the requirements for running the model on t
 those for training a model or a script on a GPU, the largest batch, and the cheapest configuration.
 """
 
+import contextlib
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from headway.cli.model_options import EARLIER_NAMES, POSITIVE, make_model_option
-from headway.cli.options import JSON, GroupedCommand, LocalPath, format_examples, make_option
+from headway.cli.options import JSON, GroupedCommand, GroupedOption, LocalPath, format_examples, make_option
 from headway.cli.progress import show_progress
 from headway.common.text import format_bytes
 from headway.errors import ConfigError
-from headway.planning import TASKS
 from headway.planning.model_types import check_model_folder, check_model_name
+from headway.planning.tasks import TASKS
 
 _ABOUT = """Estimate the memory that a model needs, where it fits on this machine, and its highest speed.
 
@@ -38,11 +40,12 @@ _EPILOG = format_examples(
     "headway estimate llama --device l4 --dtype int4 --lora r=16   QLoRA",
     "headway estimate bert --device t4 --global_batch_size 256   the cheapest configuration that fits",
     "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
+    "headway estimate -m my_package.train --device rtx-3090 -- --lr 3e-4",
 )
 
 
 _SCRIPT_OPTIONS = ("device", "budget", "page", "as_json")
-"""Options that can be combined with `--script`. The script itself determines what all other options would set."""
+"""Options that can be combined with `--script` or `--module`. The script itself determines what all other options would set."""
 
 _INFERENCE_OPTIONS = ("dtype", "batch_size", "sequence")
 """Options that can be used without `--device`, when the command reports the requirements for running the model."""
@@ -66,9 +69,22 @@ _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
 def _run_estimate(
-    folder: Path | None, arguments: tuple[str, ...], script: bool, calibrate: bool, **options: Any
+    folder: Path | None, arguments: tuple[str, ...], script: bool, module: bool, calibrate: bool, **options: Any
 ) -> None:
-    """Check the options before torch is imported, then print the estimate, the forecast or the calibration."""
+    """Check the options before torch is imported, then print the estimate, the forecast or the calibration.
+
+    Args:
+        folder: Model folder, config file or model type; with `script`, the script. None: only `--calibrate` was given.
+        arguments: Arguments of the script.
+        script: Whether to forecast the memory of a script.
+        module: Whether to forecast the memory of a script that is given by the name of its module.
+        calibrate: Whether to measure this machine's GPU instead.
+        **options: Values of the other flags, by the name of the flag without dashes.
+
+    Raises:
+        ConfigError: If `folder` is missing, if options do not fit together, or if the device is unknown.
+    """
+    script = script or module
     typed_options = {
         name: value for name, value in options.items() if value not in (None, False) and name != "inference"
     }
@@ -87,19 +103,39 @@ def _run_estimate(
     # Import it now: a script's folder, which may contain files named like Python's modules, comes first on sys.path later.
     import headway.core.tracking.report.forecast_page  # noqa: F401
 
-    show_progress()
     if script:
-        click.echo(format_script_forecast(folder, arguments, **typed_options))
+        output = _redirect_to_stderr()
+        with show_progress():
+            text = format_script_forecast(str(folder), arguments, module, **typed_options)
+        click.echo(text, file=output)
         return
     if "device" in typed_options:
         _echo_forecast(str(folder), typed_options)
         return
     # Imported here so that `--help` does not wait for the import of torch.
-    from headway.planning.inference import describe_inference
+    from headway.planning.inference_report import describe_inference
 
     dtype, sequence = typed_options.get("dtype"), typed_options.get("sequence")
-    for line in describe_inference(folder, dtype, typed_options.get("batch_size", 1), sequence):
+    with show_progress():
+        lines = list(describe_inference(folder, dtype, typed_options.get("batch_size", 1), sequence))
+    for line in lines:
         click.echo(line)
+
+
+def _redirect_to_stderr() -> TextIO:
+    """Send what this process and its children print from now on to stderr, and return a stream for the result.
+
+    The script's own output stays redirected after the result is printed. Threads and functions registered with `atexit`
+    print later, and worker processes inherit the file descriptor of stdout.
+    """
+    result_stream = sys.stdout
+    with contextlib.suppress(OSError, ValueError):  # stdout may be an object without a file descriptor
+        sys.stdout.flush()
+        descriptor = sys.stdout.fileno()
+        result_stream = os.fdopen(os.dup(descriptor), "w", encoding=sys.stdout.encoding)
+        os.dup2(sys.stderr.fileno(), descriptor)
+    sys.stdout = sys.stderr
+    return result_stream
 
 
 def _check_arguments(folder: Path, arguments: tuple[str, ...], script: bool, typed_options: dict[str, Any]) -> None:
@@ -110,7 +146,7 @@ def _check_arguments(folder: Path, arguments: tuple[str, ...], script: bool, typ
     Args:
         folder: Path of the script, or the model as the user typed it: a folder, config file or model type.
         arguments: Arguments of the script.
-        script: Whether `--script` was given.
+        script: Whether `--script` or `--module` was given.
         typed_options: Options by name.
     """
     if script:
@@ -140,16 +176,25 @@ def _format_flag(name: str) -> str:
 
 
 def _echo_forecast(model: str, typed_options: dict[str, Any]) -> None:
+    """Print a forecast, or a ranking if a global batch size is given.
+
+    Raises:
+        SystemExit: With code 1, if no layout of the ranking fits.
+    """
     if "global_batch_size" not in typed_options:
-        click.echo(format_forecast(model, **typed_options))
+        with show_progress():
+            text = format_forecast(model, **typed_options)
+        click.echo(text)
         return
-    table, has_room = format_ranking(model, **typed_options)
+    with show_progress():
+        table, has_room = format_ranking(model, **typed_options)
     click.echo(table)
     if not has_room:
         raise SystemExit(1)
 
 
 def _check_script(typed_options: dict[str, Any]) -> None:
+    """Raise `ConfigError` if an option is not allowed with `--script`, or `--device` is missing."""
     if "device" not in typed_options:
         raise ConfigError("--script needs --device, such as --device a100-40gb")
     for name in typed_options:
@@ -179,7 +224,8 @@ def format_forecast(
         raise ConfigError("--strategy and --ranks go together, as in --strategy fsdp --ranks 8; give both, or none")
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.forecast import forecast
-    from headway.planning.sources import find_source, make_forecast_functions, make_length_search, parse_lora_rank
+    from headway.planning.forecast_functions import make_forecast_functions, make_length_search, parse_lora_rank
+    from headway.planning.sources import find_source
 
     source = find_source(
         model, options.setdefault("batch_size", 1), options.pop("sequence", None), options.pop("task", None)
@@ -201,13 +247,19 @@ def format_forecast(
 
 
 def format_script_forecast(
-    script: Path, arguments: tuple[str, ...], page: Path | None = None, as_json: bool = False, **options: Any
+    script: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    page: Path | None = None,
+    as_json: bool = False,
+    **options: Any,
 ) -> str:
     """Return the memory forecast for a training script as text or JSON.
 
     Args:
-        script: Path of the script.
+        script: Path of the script, or name of a module.
         arguments: Arguments of the script.
+        is_module: Whether `script` is the name of a module.
         page: File for an HTML page. Default: no page.
         as_json: Whether to return JSON. Default: False.
         options: Values of the options `device` and `budget`.
@@ -219,7 +271,8 @@ def format_script_forecast(
     """
     from headway.planning.forecast import forecast_script
 
-    return _format_forecast(forecast_script(script, arguments, **options), script.name, str(script), page, as_json)
+    forecast = forecast_script(script, arguments, is_module=is_module, **options)
+    return _format_forecast(forecast, Path(script).name, script, page, as_json)
 
 
 def _format_forecast(forecast: Any, title: str, heading: str, page: Path | None, as_json: bool) -> str:
@@ -271,7 +324,8 @@ def format_ranking(model: str, as_json: bool = False, **options: Any) -> tuple[s
         raise ConfigError(f"{_format_flag(name)} and --global_batch_size: {NOT_FOR_RANKING[name]}; give one of them")
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.cheapest import cheapest, format_table
-    from headway.planning.sources import find_source, make_forecast_functions
+    from headway.planning.forecast_functions import make_forecast_functions
+    from headway.planning.sources import find_source
 
     source = find_source(model, 1, options.get("sequence"), options.get("task"))
     make_model, batch, loss = make_forecast_functions(source, dtype=options.get("dtype"))
@@ -354,6 +408,8 @@ _LOOP_HELP = (
 
 _SCRIPT_HELP = "FOLDER is a training script, which gets ARGS."
 
+_MODULE_HELP = "FOLDER is the name of a training script's module, as for python -m."
+
 _DTYPE_HELP = (
     "Place the model in this dtype, or train its weights in it; int4 with --lora is QLoRA.  "
     "[default: that of the config]"
@@ -373,6 +429,7 @@ estimate = GroupedCommand(
         make_option("--inference", None, "Running", "Run the model (the default).", hidden=True),
         make_option("--device", "NAME", "Training", _DEVICE_HELP),
         make_option("--script", None, "Training", _SCRIPT_HELP),
+        GroupedOption(["-m", "--module"], is_flag=True, group="Training", help=_MODULE_HELP, is_rare=True),
         make_model_option("optimizer", "Training"),
         make_model_option("mixed_precision", "Training"),
         make_model_option("activation_checkpointing", "Training"),

@@ -7,13 +7,15 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import torch
 
 from headway.accelerator import Accelerator
-from headway.cli.doctor import Finding, make_finding
+from headway.cli.machine_checks import Finding, make_finding
 from headway.common import env
+from headway.common.text import join_names
 from headway.version import __version__
 
 _SMALL_LENGTH, _LARGE_LENGTH = 1, 4 * 2**20  # numbers of float32 elements in a timed tensor
@@ -45,6 +47,8 @@ class RankFacts:
             working folder.
         clock: Time on this rank's machine after a barrier, in seconds since 1970.
         interface: Value of GLOO_SOCKET_IFNAME, or "" if it is not set.
+        num_gpus: Number of NVIDIA or AMD GPUs that this rank sees. 0 if it computes on another device.
+        isolated_pairs: Pairs of these GPUs, as "0-1", that cannot access each other's memory.
     """
 
     rank: int
@@ -53,6 +57,8 @@ class RankFacts:
     shares_working_folder: bool
     clock: float
     interface: str
+    num_gpus: int = 0
+    isolated_pairs: tuple[str, ...] = ()
 
 
 def gather_rank_facts(accelerator: Accelerator) -> list[RankFacts]:
@@ -77,11 +83,51 @@ def gather_rank_facts(accelerator: Accelerator) -> list[RankFacts]:
         shares_working_folder,
         clock,
         interface,
+        *find_isolated_gpus(accelerator.device),
     )
     facts_by_rank = collectives.gather_objects(facts)
     if accelerator.is_main_process:
         Path(marker_file).unlink()
     return facts_by_rank
+
+
+def find_isolated_gpus(device: torch.device) -> tuple[int, tuple[str, ...]]:
+    """Return the number of visible GPUs, and the pairs without peer access in both directions, such as "0-1".
+
+    Args:
+        device: Device of this process. The result is (0, ()) unless it is a CUDA or ROCm GPU.
+    """
+    if device.type != "cuda":
+        return 0, ()
+    count = torch.cuda.device_count()
+    pairs = combinations(range(count), 2)
+    return count, tuple(
+        f"{first}-{second}"
+        for first, second in pairs
+        if not (torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first))
+    )
+
+
+def check_peer_access(facts_by_rank: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Yield a finding for each host with several GPUs: whether they can access each other's memory.
+
+    If a process does not see all GPUs of its host, the pairs of the first process count.
+
+    Args:
+        facts_by_rank: Facts about every rank, in rank order.
+    """
+    facts_by_host = {facts.host: facts for facts in reversed(facts_by_rank)}
+    for host, facts in sorted(facts_by_host.items()):
+        if facts.num_gpus > 1:
+            pairs = join_names(facts.isolated_pairs, 6)
+            yield make_finding(
+                not facts.isolated_pairs,
+                f"{facts.num_gpus} GPUs of {host} have direct access to each other's memory"
+                if not facts.isolated_pairs
+                else f"GPUs of {host} without direct access to each other's memory: {pairs}",
+                "NCCL copies between them through host memory, which is slower. Most GeForce cards lack this access; in virtual "
+                "machines, ACS and the IOMMU can prevent it",
+            )
 
 
 def compare_rank_facts(facts_by_rank: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -114,6 +160,7 @@ def compare_rank_facts(facts_by_rank: Sequence[RankFacts]) -> Iterator[Finding]:
         yield Finding("ok", f"all machines see one working folder, {Path.cwd()}")
     if len(hosts) > 1:
         yield _compare_clocks(facts_by_rank)
+    yield from check_peer_access(facts_by_rank)
 
 
 def _format_versions(facts: RankFacts) -> str:
@@ -121,6 +168,11 @@ def _format_versions(facts: RankFacts) -> str:
 
 
 def _compare_clocks(facts_by_rank: Sequence[RankFacts]) -> Finding:
+    """Return a finding on the difference between the clocks of the ranks' machines.
+
+    Args:
+        facts_by_rank: Facts of each rank, with its clock in seconds, read right after a barrier.
+    """
     earliest = min(facts_by_rank, key=lambda facts: facts.clock)
     latest = max(facts_by_rank, key=lambda facts: facts.clock)
     difference = latest.clock - earliest.clock
@@ -137,6 +189,7 @@ def measure_link(accelerator: Accelerator) -> tuple[float, float]:
     """
 
     def measure_seconds(length: int, repeats: int) -> float:
+        """Return the median seconds of `repeats` all-reduces of `length` float32 values."""
         tensor = torch.zeros(length, device=accelerator.device)
         times = []
         for _ in range(repeats + 2):

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
-from headway.cli.foreign_flags import VALUE_FLAGS, make_foreign_options, translate_foreign_flags
+from headway.cli.accelerate_flags import VALUE_FLAGS, make_accelerate_options, translate_accelerate_flags
 from headway.cli.misplaced_flags import format_misplaced_flags_warning
 from headway.cli.options import (
     CONFIG_FILE,
     GroupedCommand,
     format_examples,
     make_option,
+    make_script_arguments,
     make_setting_options,
     read_command_line_layer,
 )
@@ -64,6 +64,7 @@ class LaunchCommand(GroupedCommand):
 
 
 def _run_launch(**flag_values: Any) -> None:
+    """Start the script. Warn if flags of the launcher follow the script's name, because the script gets them."""
     ctx = click.get_current_context()
     start_script(**flag_values, warning=format_misplaced_flags_warning(ctx, ctx.meta[_TYPED_ARGS_KEY]))
 
@@ -99,11 +100,11 @@ def start_script(
     # Imported here so that `--help` does not wait for these imports.
     from headway.core.runtime import network
     from headway.launch import clusters, machine, plan, run
-    from headway.launch.plan import Program
+    from headway.launch.order import Program
 
     environment = env.copy_variables()
     cluster = clusters.detect_cluster(environment)
-    flag_values, accelerate_settings, notes = translate_foreign_flags(flag_values)
+    flag_values, accelerate_settings, notes = translate_accelerate_flags(flag_values)
     cluster_settings = cluster.layer if cluster is not None else {}
     with _translate_accelerate_file(config_file, flag_values.get("run_as") is not None, environment) as config_path:
         resolved = merge_settings(flag_values, config_path, force, environment, cluster_settings, accelerate_settings)
@@ -219,11 +220,19 @@ def merge_settings(
 
 
 def _choose_program_kind(resolved: ResolvedSettings) -> str:
-    if resolved.get("module", False) and resolved.get("no_python", False):
+    """Return the kind of the program: "module", "program" or "script".
+
+    Raises:
+        ConfigError: If the settings request a module and a program that is not Python.
+    """
+    is_module, is_other_program = resolved.get("module", False), resolved.get("no_python", False)
+    if is_module and is_other_program:
         raise ConfigError(
             "--module (a Python module) and --no_python (a program that is not Python) exclude each other; remove one of them"
         )
-    return "module" if resolved.get("module", False) else "program" if resolved.get("no_python", False) else "script"
+    if is_module:
+        return "module"
+    return "program" if is_other_program else "script"
 
 
 command = LaunchCommand(
@@ -231,18 +240,11 @@ command = LaunchCommand(
     callback=_run_launch,
     params=[
         *make_setting_options(),
-        *make_foreign_options(),
+        *make_accelerate_options(),
         CONFIG_FILE,
         make_option("--dry_run", None, "Configuration", "Print the command and environment without starting anything."),
         make_option("--force", None, "Configuration", "Let the command line override settings in the script."),
-        click.Argument(["script"], metavar="SCRIPT", type=click.Path()),
-        click.Argument(
-            ["script_args"],
-            metavar="[ARGS]...",
-            nargs=-1,
-            type=click.UNPROCESSED,
-            shell_complete=lambda ctx, param, typed: [CompletionItem(typed, type="file")],
-        ),
+        *make_script_arguments(),
     ],
     help=_ABOUT,
     epilog=_EPILOG,

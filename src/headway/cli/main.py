@@ -21,6 +21,7 @@ _COMMANDS = {
     "config": ("headway.cli.config", "Write, show or import the config file of `launch`."),
     "inspect": ("headway.cli.checkpoints:inspect", "Print the contents of a checkpoint."),
     "merge": ("headway.cli.checkpoints:merge", "Write a checkpoint's weights as plain safetensors."),
+    "tokenize": ("headway.cli.tokenize", "Turn text into token files for pretraining."),
     "estimate": ("headway.cli.estimate:estimate", "Estimate a model's memory, here or on a GPU, and its speed."),
     "plan": ("headway.cli.plan:plan", "Compare layouts on any number of ranks: memory, traffic, time."),
     "doctor": ("headway.cli.doctor", "Find out why a run does not start, hangs or is slow."),
@@ -85,6 +86,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the name, the subcommand and the remaining arguments of a command line.
 
+        Name and subcommand are None only if click parses the line tolerantly, as it does for shell completion.
+
         Raises:
             ConfigError: If there is no subcommand of this name. The message suggests a similar one, or lists all.
         """
@@ -112,7 +115,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a `headway` command line and exit the process.
 
     The exit code is 0 on success, 2 for a `ConfigError` or a wrong command line, and 1 for any other `HeadwayError`. A
-    subcommand can exit with a code of its own. Other exceptions are raised.
+    subcommand can exit with another code. Other exceptions are not caught.
 
     Args:
         args: Command-line arguments. None: those of this process.

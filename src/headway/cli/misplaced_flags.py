@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -40,19 +41,19 @@ def format_misplaced_flags_warning(ctx: click.Context, typed_args: Sequence[str]
     if launcher_args[-1:] == ["--"]:
         return ""
     # If the user meant one of them for the launcher, the other flags after the script were probably meant for it, too.
-    launcher_only = dict(_find_launcher_flags(ctx, args, _LAUNCHER_ONLY_SETTINGS))
+    launcher_only = list(_find_launcher_flags(ctx, args, _LAUNCHER_ONLY_SETTINGS))
     if ctx.params.get("no_python"):
         # Programs have short flags of their own, as in `sh -c`, `python -m` and `echo -n`.
-        launcher_only = {index: words for index, words in launcher_only.items() if words[0].startswith("--")}
+        launcher_only = [flag for flag in launcher_only if flag.words[0].startswith("--")]
     if not launcher_only:
         return ""
-    also_misplaced = dict(_find_launcher_flags(ctx, args, _MOVABLE_SETTINGS - _LAUNCHER_ONLY_SETTINGS))
-    words_by_index = dict(sorted((launcher_only | also_misplaced).items()))
-    moved = [word for words in words_by_index.values() for word in words]
-    moved_indices = {start + offset for start, words in words_by_index.items() for offset in range(len(words))}
+    also_misplaced = _find_launcher_flags(ctx, args, _MOVABLE_SETTINGS - _LAUNCHER_ONLY_SETTINGS)
+    misplaced = sorted([*launcher_only, *also_misplaced], key=lambda flag: flag.position)
+    moved = [word for flag in misplaced for word in flag.words]
+    moved_indices = {flag.position + offset for flag in misplaced for offset in range(len(flag.words))}
     remaining = [word for index, word in enumerate(args) if index not in moved_indices]
-    flags_text = ", ".join(map(" ".join, words_by_index.values()))
-    pronoun = "them" if len(words_by_index) > 1 else "it"
+    flags_text = ", ".join(" ".join(flag.words) for flag in misplaced)
+    pronoun = "them" if len(misplaced) > 1 else "it"
     launch_command, script_name = ["headway", "launch", *launcher_args], Path(script).name
     return "\n".join(
         [
@@ -63,12 +64,20 @@ def format_misplaced_flags_warning(ctx: click.Context, typed_args: Sequence[str]
     )
 
 
-def _find_launcher_flags(
-    ctx: click.Context, args: Sequence[str], names: Container[str]
-) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield pairs of (index, words) for the launcher's flags among the script's arguments.
+class _MisplacedFlag(NamedTuple):
+    """Flag of the launcher among the script's arguments.
 
-    The words are the flag and, if the flag's value is a separate argument, that value.
+    Attributes:
+        position: Index of the flag among the arguments.
+        words: The flag and, if its value is a separate argument, that value.
+    """
+
+    position: int
+    words: tuple[str, ...]
+
+
+def _find_launcher_flags(ctx: click.Context, args: Sequence[str], names: Container[str]) -> Iterator[_MisplacedFlag]:
+    """Yield the launcher's flags among the script's arguments, in order.
 
     Args:
         ctx: Parsed command line of `headway launch`.
@@ -82,23 +91,26 @@ def _find_launcher_flags(
             return
         if not word.startswith("-") or word == "-":
             continue
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-        else:
-            # A short flag's value can follow without a space, as in `-n2`.
-            name, value = word[:2], word[2:]
-            equals = value
+        name, attached_value = _split_flag(word)
         option = options_by_flag.get(_normalize_flag(name))
         if option is None or ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
             continue
         if option.is_flag:
-            if not equals:  # a switch takes no value, so `--cpu=1` is not the launcher's
-                yield index, (word,)
-        elif equals:
-            if _is_valid_value(option, value):
-                yield index, (word,)
+            if attached_value is None:  # a switch takes no value, so `--cpu=1` is not the launcher's
+                yield _MisplacedFlag(index, (word,))
+        elif attached_value is not None:
+            if _is_valid_value(option, attached_value):
+                yield _MisplacedFlag(index, (word,))
         elif index + 1 < len(args) and _is_valid_value(option, args[index + 1]):
-            yield index, (word, args[index + 1])
+            yield _MisplacedFlag(index, (word, args[index + 1]))
+
+
+def _split_flag(word: str) -> tuple[str, str | None]:
+    """Return the name of a flag, and the value in the same word, as in `--gpu_ids=0` and `-n2`. None without a value."""
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        return name, value if equals else None
+    return word[:2], word[2:] or None
 
 
 def _normalize_flag(flag: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from headway.cli.options import GroupedOption, make_option
-from headway.core.config.foreign_words import explain_precision
+from headway.core.config.other_library_names import explain_precision
 
 POSITIVE = click.IntRange(min=1)
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from headway.common.object_path import expand_home, to_path
-from headway.compat.accelerate.launching.config_file import refuse_foreign_flag
+from headway.compat.accelerate.launching.config_file import refuse_accelerate_flag
 from headway.core.config.launch import SETTINGS, LaunchSetting
 from headway.core.config.load import COMMAND_LINE, SettingValue
 from headway.core.config.values import parse_text, suggest_word
@@ -51,8 +52,8 @@ class GroupedOption(click.Option):
 
     Args:
         args, kwargs: Arguments of click.Option.
-        group: Heading.
-        is_rare: Whether only `--help-all` lists the option.
+        group: Heading. Default: "Options".
+        is_rare: Whether only `--help-all` lists the option. Default: False.
     """
 
     def __init__(self, *args: Any, group: str = "Options", is_rare: bool = False, **kwargs: Any) -> None:
@@ -129,6 +130,7 @@ class GroupedCommand(click.Command):
     Args:
         args, kwargs: Arguments of click.Command.
         aliases: Mapping from alternative option names, which are accepted but not shown in the help, to current names.
+            None (the default): no other names.
     """
 
     def __init__(self, *args: Any, aliases: Mapping[str, str] | None = None, **kwargs: Any) -> None:
@@ -155,7 +157,7 @@ class GroupedCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            refuse_foreign_flag(error.option_name)
+            refuse_accelerate_flag(error.option_name)
             hint = suggest_word(
                 error.option_name.lstrip("-"), [str(parameter.name) for parameter in self.params], prefix="--"
             )
@@ -186,6 +188,20 @@ class GroupedCommand(click.Command):
         if self.epilog:
             formatter.write_paragraph()
             formatter.write(self.epilog.rstrip() + "\n")
+
+
+def make_script_arguments() -> list[click.Argument]:
+    """Return the arguments of a command that starts a script: SCRIPT, and the script's own arguments, unchanged."""
+    return [
+        click.Argument(["script"], metavar="SCRIPT", type=click.Path()),
+        click.Argument(
+            ["script_args"],
+            metavar="[ARGS]...",
+            nargs=-1,
+            type=click.UNPROCESSED,
+            shell_complete=lambda ctx, param, typed: [CompletionItem(typed, type="file")],
+        ),
+    ]
 
 
 def make_setting_options() -> list[click.Parameter]:

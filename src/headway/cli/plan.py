@@ -33,6 +33,13 @@ _EPILOG_PLAN = format_examples(
 def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Print a table of layouts, or one layout in full if `strategy` names only one.
 
+    Args:
+        model: Folder, model type, or "module:function", as described in the command's help.
+        ranks: Number of ranks.
+        strategy: Layouts to compare, such as "fsdp+tp=2". Empty: common layouts.
+        as_json: Whether to print JSON.
+        **options: Values of the other flags, by the name of the flag without dashes. Rates are in GB/s and TFLOP/s.
+
     Raises:
         ConfigError: If an option is invalid, or if the only layout cannot be planned.
     """
@@ -41,19 +48,21 @@ def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, 
     check_model_name(model)
     memory = parse_bytes(options["budget"]) if options["budget"] is not None else None
     # Imported here so that `--help` does not wait for the import of torch.
-    from headway.planning.compare import compare_layouts, comparison_as_dict, format_comparison, list_candidates, plan
-    from headway.planning.costs import ClusterRates
+    from headway.planning.cluster import ClusterRates
+    from headway.planning.compare import compare_layouts, comparison_as_dict, list_candidates
     from headway.planning.optimizers import resolve_optimizer
-    from headway.planning.outcome import describe_plan
+    from headway.planning.plan import plan
     from headway.planning.sources import find_source
 
     source = find_source(model, options["batch_size"], options["sequence"])
     cluster = ClusterRates(
         options["machine_ranks"], options["intra"] * 1e9, options["inter"] * 1e9, options["flops"] * 1e12, memory
     )
-    show_progress()
     # Raise an error for an unknown optimizer. Otherwise each row of the table would report it.
     resolve_optimizer(options["optimizer"])
+    handlers: list[Any] = [PipelineOptions(options["schedule"], options["microbatches"])]
+    if options["activation_checkpointing"]:
+        handlers.append(ActivationCheckpointing())
     plan_layout = partial(
         plan,
         source.make,
@@ -62,34 +71,42 @@ def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, 
         optimizer=options["optimizer"],
         precision=options["mixed_precision"],
         tokens=source.tokens,
-        kwargs_handlers=[
-            PipelineOptions(options["schedule"], options["microbatches"]),
-            *([ActivationCheckpointing()] if options["activation_checkpointing"] else []),
-        ],
+        kwargs_handlers=handlers,
         machine_ranks=cluster.machine_ranks,
     )
-    comparison = compare_layouts(
-        plan_layout, strategy or list_candidates(ranks, cluster.machine_ranks, source.has_tp_plan), cluster
-    )
-    if len(strategy) == 1 and comparison.rows[0].plan is None:
+    layouts = strategy or list_candidates(ranks, cluster.machine_ranks, source.has_tp_plan)
+    with show_progress():
+        comparison = compare_layouts(plan_layout, layouts, cluster)
+    if len(strategy) == 1 and comparison.rows and comparison.rows[0].plan is None:
         raise ConfigError(comparison.rows[0].reason)
     if as_json:
         click.echo(json.dumps(comparison_as_dict(comparison), indent=1))
         return
-    lines = [
-        f"{source.title}; {source.batch} per data shard; {options['optimizer']}; mixed precision {options['mixed_precision']}",
-        f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_describe_cluster(cluster)}",
-        "",
-    ]
-    if len(comparison.rows) == 1 and (row := comparison.rows[0]).plan is not None:
-        lines += describe_plan(row.plan, row.cost) + ([f"does not fit: {row.reason}"] if row.reason else [])
-    else:
-        lines += format_comparison(comparison)
-    for line in lines:
+    click.echo(
+        f"{source.title}; {source.batch} per data shard; {options['optimizer']}; mixed precision {options['mixed_precision']}"
+    )
+    click.echo(f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_describe_cluster(cluster)}")
+    click.echo()
+    for line in _format_result(comparison):
         click.echo(line)
 
 
+def _format_result(comparison: Any) -> list[str]:
+    """Return the lines of a table of layouts, or the full description of the plan if there is only one layout."""
+    from headway.planning.compare import format_comparison
+    from headway.planning.outcome import describe_plan
+
+    if len(comparison.rows) != 1 or comparison.rows[0].plan is None:
+        return list(format_comparison(comparison))
+    row = comparison.rows[0]
+    lines = list(describe_plan(row.plan, row.cost))
+    if row.reason:
+        lines.append(f"does not fit: {row.reason}")
+    return lines
+
+
 def _describe_cluster(cluster: Any) -> str:
+    """Return the bandwidths, the computing speed and the memory limit of each rank (`ClusterRates`) as text."""
     memory = "" if cluster.memory is None else f"; {format_bytes(cluster.memory)} of memory per rank"
     return (
         f"{format_number(cluster.intra / 1e9)} GB/s per rank within and {format_number(cluster.inter / 1e9)} GB/s between machines, "
@@ -103,6 +120,14 @@ _MICROBATCHES = "Parts of a batch in layouts with pp.  [default: 2 per stage, at
 
 
 def _make_rate_option(name: str, metavar: str, default: float, text: str) -> GroupedOption:
+    """Return the option for a rate of the cluster, which must be above 0.
+
+    Args:
+        name: Flag, such as "--intra".
+        metavar: Unit, shown in place of the value.
+        default: Value if the flag is not given.
+        text: Help of the flag, without the default.
+    """
     above_0 = click.FloatRange(min=0, min_open=True)
     return make_option(name, metavar, "Cluster", f"{text}  [default: {default:g}]", above_0, default=default)
 

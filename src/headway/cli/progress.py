@@ -1,9 +1,9 @@
 """Progress display of a command: Headway's info messages on one line of the terminal, the latest one at a time."""
 
+import contextlib
 import logging
 import sys
-
-import click
+from collections.abc import Iterator
 
 
 class _Status(logging.StreamHandler):  # type: ignore[type-arg]  # it cannot be subscripted in Python 3.10
@@ -18,20 +18,24 @@ class _Status(logging.StreamHandler):  # type: ignore[type-arg]  # it cannot be 
     def close(self) -> None:
         """Clear the terminal line and close the handler."""
         self.stream.write("\r\x1b[K")
+        self.flush()
         super().close()
 
 
-def show_progress() -> None:
-    """Show the info messages of Headway's modules on standard error until the current click command ends."""
+@contextlib.contextmanager
+def show_progress() -> Iterator[None]:
+    """Show the info messages of Headway's modules on standard error during a `with` block.
+
+    Print results after the block. On a terminal, they would otherwise follow the last message on its line.
+    """
     logger = logging.getLogger("headway")
     handler = _Status() if sys.stderr.isatty() else logging.StreamHandler()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-
-    def stop_showing() -> None:
+    try:
+        yield
+    finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
         handler.close()
-
-    click.get_current_context().call_on_close(stop_showing)

@@ -51,7 +51,9 @@ def ask_with_menu(question: Question) -> str:
 
 
 def ask_with_lines(question: Question) -> str:
-    """Ask a question with plain lines, and return a valid answer. A choice is typed as its number or its first word.
+    """Ask a question with plain lines, and return a valid answer.
+
+    The user selects a choice by its number, or by its text up to the first colon. The complete choice is returned.
 
     Raises:
         click.Abort: If the user presses Ctrl-C, or the input ends.
@@ -72,7 +74,7 @@ def ask_with_lines(question: Question) -> str:
 
 
 def _resolve_choice(question: Question, typed: str) -> str:
-    """Return the choice whose number or first word the user typed. If there is none, return the typed text."""
+    """Return the choice whose number, or text up to the first colon, the user typed; the typed text if there is none."""
     text = typed.strip()
     if text.isdecimal() and 1 <= int(text) <= len(question.choices):
         return question.choices[int(text) - 1]
@@ -81,6 +83,7 @@ def _resolve_choice(question: Question, typed: str) -> str:
 
 
 def _check_answer(question: Question, answer: str) -> str:
+    """Return an answer unchanged, or let click print the problem and ask again."""
     problem = question.find_problem(answer)
     if problem is not None:
         raise click.UsageError(problem)  # click prints it and asks again

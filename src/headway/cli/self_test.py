@@ -26,14 +26,15 @@ _EPILOG_TEST = format_examples(
 
 
 def _run_test(config_file: str | None, dry_run: bool, **flag_values: Any) -> None:
-    start_script(
-        "headway.cli.checks",
-        ("test",),
-        config_file,
-        dry_run,
-        False,
-        **{**flag_values, "module": True, "no_python": None},
-    )
+    """Start the test program on the ranks that the settings describe.
+
+    Args:
+        config_file: Path of the config file. None: the file that `headway config` writes, if it exists.
+        dry_run: Whether to print the command and start nothing.
+        **flag_values: Values from the command line by setting name; None if a flag was not given.
+    """
+    flag_values |= {"module": True, "no_python": None}
+    start_script("headway.cli.checks", ("test",), config_file, dry_run, force=False, **flag_values)
 
 
 _TEST_PARAMS = [

@@ -18,14 +18,16 @@ _BATCH_SIZE = 4
 
 
 def _make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of the checks, which are equal on all ranks."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(_NUM_ROWS, 6, generator=generator)
     return inputs, inputs.sum(1, keepdim=True)
 
 
 def _make_model() -> torch.nn.Module:
+    """Return the model of the checks, with equal weights on all ranks. The RNG state is not changed."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
+        torch.default_generator.manual_seed(2)  # torch.manual_seed would also seed the accelerators
         return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
@@ -35,6 +37,7 @@ def _require_true(is_true: bool, message: str) -> None:
 
 
 def _gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor, which is a collective, or the tensor itself."""
     gather = getattr(tensor, "full_tensor", None)
     full_tensor: torch.Tensor = tensor if gather is None else gather()
     return full_tensor

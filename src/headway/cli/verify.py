@@ -7,10 +7,10 @@ import stat
 import sys
 import warnings
 import zipfile
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
 from headway.cli.launch import merge_settings
 from headway.cli.options import (
@@ -20,12 +20,17 @@ from headway.cli.options import (
     GroupedOption,
     format_examples,
     make_option,
+    make_script_arguments,
     make_setting_options,
     read_command_line_layer,
 )
 from headway.common import env
 from headway.core.config.launch import SETTINGS
 from headway.errors import ConfigError, HeadwayError
+
+if TYPE_CHECKING:
+    from headway.launch.machine import Machine
+    from headway.launch.order import Program
 
 PROOFS = ("repeat", "processes", "layout", "samples", "resume", "out_of_memory", "learning", "leaks", "memory", "data")
 """Names of all proofs (checks of a script) for `--only` and `--skip`, in the order of the printed table."""
@@ -103,7 +108,7 @@ def make_options(
         updates: Number of updates in each run. Default: 6.
         time_limit: Number of seconds that each run may go without progress. Default: 60.
         device: Name of the device on which the full run will train. The memory of the full run on this device is
-            forecast, except for modules. Default: no such forecast.
+            forecast. Default: no such forecast.
         resume_args: Arguments to add to `script_args` when the script is started again after a kill, in one text that
             is split as in a shell. Default: none.
         as_json: Whether to print JSON. Default: False.
@@ -115,7 +120,7 @@ def make_options(
     """
     # Imported here so that `--help` does not wait for these imports.
     from headway.launch import machine
-    from headway.launch.plan import Program, make_plan
+    from headway.launch.order import Program
     from headway.launch.run import check_program
 
     typed_settings = {name: value.value for name, value in read_command_line_layer(flag_values).items()}
@@ -126,55 +131,33 @@ def make_options(
     check_program(program, can_be_other=False)
     if not is_module:
         _check_syntax(script)
-    if device and device.lower() != "this":
-        from headway.forecasting.device import devices
-
-        devices.find_device(device)  # report an unknown name before anything runs
-    for name, reason in _REFUSED_SETTINGS.items():
-        if typed_settings.get(name):
-            raise ConfigError(f"{reason}; leave {SETTINGS[name].flag} out")
-    if typed_settings.get("num_machines", 1) > 1:
-        raise ConfigError("verify runs on one machine; leave --num_machines out")
-    environment = env.copy_variables()
-    this_machine = machine.inspect_machine(environment)
+    _check_settings(typed_settings, device)
+    this_machine = machine.inspect_machine(env.copy_variables())
     num_processes, is_on_cpu, notes = _choose_processes(typed_settings, this_machine)
     layout_settings = [name for name in typed_settings if SETTINGS[name].group == "Layout"]
     proofs = _choose_proofs(only, skip, has_layout=bool(layout_settings))
-
-    def make_command(count: int, *, has_layout: bool = False, program: Program = program) -> dict[str, Any]:
-        """Return the command line, environment variables and program of a run.
-
-        Args:
-            count: Number of processes.
-            has_layout: Whether to keep the layout that the user chose. False (the default): plain replicas.
-            program: Program to start. Default: the script.
-        """
-        omitted_settings = () if has_layout else layout_settings
-        settings = {name: value for name, value in flag_values.items() if name not in omitted_settings}
-        settings.update(num_processes=str(count), cpu=True if is_on_cpu else settings.get("cpu"))
-        resolved = merge_settings(settings, config_file, False, environment, {})
-        launch_plan = make_plan(resolved, program, this_machine, environment, None, ())
-        return {
-            "argv": list(launch_plan.argv),
-            "variables": dict(launch_plan.additions),
-            "program": [program.kind, program.target, *program.args],
-            "num_processes": count,
-        }
-
-    commands = {"one": make_command(1), "several": make_command(num_processes)}
+    if is_on_cpu:
+        flag_values["cpu"] = True
+    # One process has plain replicas, and so have the several processes that are compared with it first.
+    plain_values = {name: value for name, value in flag_values.items() if name not in layout_settings}
+    commands = {
+        "one": _make_command(program, 1, plain_values, config_file, this_machine),
+        "several": _make_command(program, num_processes, plain_values, config_file, this_machine),
+    }
     if layout_settings:
-        commands["layout"] = make_command(num_processes, has_layout=True)
-    if not is_module:
-        for name, forecast_device in (
-            ("forecast", "cpu" if is_on_cpu or not this_machine.device_ids else "this"),
-            ("full", device),
-        ):
-            if forecast_device:
-                estimate = ("estimate", "--script", script, "--device", forecast_device, "--json", "--", *script_args)
-                commands[name] = make_command(1, program=Program("headway", estimate, "module"))
+        commands["layout"] = _make_command(program, num_processes, flag_values, config_file, this_machine)
+    runs_on_cpu = is_on_cpu or not this_machine.device_ids
+    forecast_devices = {"forecast": "cpu" if runs_on_cpu else "this"}
+    if device:
+        forecast_devices["full"] = device
+    for name, forecast_device in forecast_devices.items():
+        kind_flag = "--module" if is_module else "--script"
+        arguments = ("estimate", kind_flag, script, "--device", forecast_device, "--json", "--", *script_args)
+        estimate = Program("headway", arguments, "module")
+        commands[name] = _make_command(estimate, 1, plain_values, config_file, this_machine)
     return {
         "commands": commands,
-        "is_forked": is_on_cpu or not this_machine.device_ids,
+        "is_forked": runs_on_cpu,
         "num_processes": num_processes,
         "layout_name": str(typed_settings.get("strategy", "")) or ("the layout" if layout_settings else ""),
         "num_updates": updates,
@@ -184,6 +167,60 @@ def make_options(
         "notes": notes,
         "is_json": as_json,
     }
+
+
+def _make_command(
+    program: "Program",
+    num_processes: int,
+    flag_values: Mapping[str, Any],
+    config_file: str | None,
+    this_machine: "Machine",
+) -> dict[str, Any]:
+    """Return the command line, environment variables and program of a run, as a dict that can be written as JSON.
+
+    Args:
+        program: Program to start.
+        num_processes: Number of processes.
+        flag_values: Values from the command line by setting name; None if a flag was not given.
+        config_file: Path of the config file. None: the file that `headway config` writes, if it exists.
+        this_machine: Description of this machine.
+
+    Raises:
+        ConfigError: If settings are invalid or contradict each other.
+    """
+    from headway.launch.plan import make_plan
+
+    environment = env.copy_variables()
+    settings = {**flag_values, "num_processes": str(num_processes)}
+    resolved = merge_settings(settings, config_file, False, environment, {})
+    launch_plan = make_plan(resolved, program, this_machine, environment, None, ())
+    return {
+        "argv": list(launch_plan.argv),
+        "variables": dict(launch_plan.additions),
+        "program": [program.kind, program.target, *program.args],
+        "num_processes": num_processes,
+    }
+
+
+def _check_settings(typed_settings: Mapping[str, Any], device: str | None) -> None:
+    """Raise an error for a setting that verify does not support, or for a device that forecasts do not know.
+
+    Args:
+        typed_settings: Settings from the command line, by name.
+        device: Name of the device on which the full run will train, or None.
+
+    Raises:
+        ConfigError: If a setting is not supported, or the device is unknown.
+    """
+    if device and device.lower() != "this":
+        from headway.forecasting.device import devices
+
+        devices.find_device(device)  # report an unknown name before anything runs
+    for name, reason in _REFUSED_SETTINGS.items():
+        if typed_settings.get(name):
+            raise ConfigError(f"{reason}; leave {SETTINGS[name].flag} out")
+    if typed_settings.get("num_machines", 1) > 1:
+        raise ConfigError("verify runs on one machine; leave --num_machines out")
 
 
 def _split_arguments(text: str) -> list[str]:
@@ -344,14 +381,7 @@ command = GroupedCommand(
         JSON,
         *_make_launch_options(),
         CONFIG_FILE,
-        click.Argument(["script"], metavar="SCRIPT", type=click.Path()),
-        click.Argument(
-            ["script_args"],
-            metavar="[ARGS]...",
-            nargs=-1,
-            type=click.UNPROCESSED,
-            shell_complete=lambda ctx, param, typed: [CompletionItem(typed, type="file")],
-        ),
+        *make_script_arguments(),
     ],
     help=_ABOUT,
     epilog=_EPILOG,

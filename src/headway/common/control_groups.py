@@ -68,10 +68,12 @@ class ControlGroup:
         return None if limit is None or used is None else max(0, limit - used + self.reclaimable)
 
     def _read_number(self, name: str) -> int | None:
+        """Return the number in a file of the control group, or None if the file is missing or says "max"."""
         text = read_system_file(self.folder / name).strip()
         return int(text) if text.isdecimal() else None
 
     def _read_count(self, name: str, key: str) -> int | None:
+        """Return a count from a file of the control group that has a line for each key, or None if the line is missing."""
         match = re.search(rf"^{key} (\d+)", read_system_file(self.folder / name), re.MULTILINE)
         return int(match[1]) if match else None
 

@@ -128,8 +128,14 @@ class ObjectClient:
     def get_range(self, key: str, start: int, end: int) -> Any:
         """Return the bytes from `start` to `end` (exclusive) of an object, as a buffer.
 
+        Args:
+            key: Key of the object.
+            start: Offset of the first byte.
+            end: Offset after the last byte.
+
         Raises:
             FileNotFoundError: If the object does not exist.
+            ObjectStoreError: If the request still fails after the retries.
         """
 
         def fetch_range() -> Any:
@@ -212,6 +218,15 @@ class ObjectClient:
             self._get_or_none(lambda: self._library.delete(self._store, all_keys), f"remove {all_keys[0]}")
 
     def _get_or_none(self, request: Callable[[], T], purpose: str) -> T | None:
+        """Run a request with retries, and return its result. Return None if the object does not exist.
+
+        Args:
+            request: Function that makes the request.
+            purpose: Description of the request, for messages.
+
+        Raises:
+            ObjectStoreError: If the bucket does not exist, or the request still fails after the retries.
+        """
         try:
             return self._retry_request(request, purpose)
         except FileNotFoundError as error:
@@ -301,6 +316,11 @@ def get_client(root: str) -> ObjectClient:
 
 
 def _read_seconds(name: str, default: float) -> float:
+    """Return the number of seconds in an environment variable, or `default` if the variable is unset or empty.
+
+    Raises:
+        ConfigError: If the value is not a number above 0 and below a million.
+    """
     text = env.get(name)
     try:
         value = default if not text else float(text)
@@ -332,5 +352,6 @@ def _find_profile(root: str) -> dict[str, Any]:
 
 
 def _shorten_message(error: Exception) -> str:
+    """Return the text of an error of the library in one line of at most about 300 characters, without debug information."""
     text = " ".join(str(error).split("Debug source:")[0].split())
     return text if len(text) <= 300 else text[:300] + "..."

@@ -281,16 +281,17 @@ class PartsWriter(io.RawIOBase):
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
-        self._num_written = 0
-        self._part_number = 0
-        self._num_buffers = 0
+        self._num_written = 0  # bytes
+        self._part_number = 0  # of the part that is being filled, from 0
+        self._num_buffers = 0  # buffers allocated so far
         self._free_buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         self._executor = ThreadPoolExecutor(THREADS, "headway-send")
-        self._uploads: list[Future[None]] = []
-        self._buffer = self._next_buffer()
-        self._num_filled = 0
+        self._uploads: list[Future[None]] = []  # those that were not yet seen to have ended
+        self._buffer = self._wait_for_buffer()  # part that is being filled
+        self._num_filled = 0  # bytes of `_buffer` that are filled
 
-    def _next_buffer(self) -> bytearray:
+    def _wait_for_buffer(self) -> bytearray:
+        """Return a free buffer for the next part. Up to `THREADS` buffers are allocated; then wait until an upload frees one."""
         if self._num_buffers < THREADS and self._free_buffers.empty():
             self._num_buffers += 1
             return bytearray(PART)
@@ -315,7 +316,7 @@ class PartsWriter(io.RawIOBase):
         while view:
             if self._num_filled == PART:
                 self._send_part()
-                self._buffer = self._next_buffer()
+                self._buffer = self._wait_for_buffer()
                 self._num_filled = 0
             chunk = view[: PART - self._num_filled]
             self._buffer[self._num_filled : self._num_filled + len(chunk)] = chunk
@@ -325,6 +326,10 @@ class PartsWriter(io.RawIOBase):
         return count
 
     def _send_part(self) -> None:
+        """Start to upload the filled part of the current buffer on another thread.
+
+        Raise the error of an earlier upload that has failed meanwhile.
+        """
         for upload in [each for each in self._uploads if each.done()]:
             self._uploads.remove(upload)
             upload.result()  # raises the error of a failed upload

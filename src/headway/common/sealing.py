@@ -122,6 +122,12 @@ class Seal:
         return content if hmac.compare_digest(sealed[:MAC_SIZE], self._compute_mac(context, content)) else None
 
     def _compute_mac(self, context: str, content: bytes) -> bytes:
+        """Return the truncated HMAC of a message as hexadecimal ASCII characters (`MAC_SIZE` bytes).
+
+        Args:
+            context: Text that the message belongs to, such as its key. A message is not valid in another context.
+            content: Bytes of the message.
+        """
         import hmac
 
         name = context.encode()

@@ -26,6 +26,7 @@ def open_standard_streams() -> None:
 
 
 def _is_open(descriptor: int) -> bool:
+    """Whether a file descriptor of this process is open."""
     try:
         os.fstat(descriptor)
     except OSError:

@@ -40,11 +40,11 @@ class TaskThreads:
     """
 
     def __init__(self, num_threads: int, name: str, max_waiting: int) -> None:
-        self._tasks: queue.Queue[_Task | None] = queue.Queue()
+        self._tasks: queue.Queue[_Task | None] = queue.Queue()  # None ends one thread
         self._free_slots = threading.Semaphore(max_waiting)
-        self._numbers = itertools.count()
-        self._errors: list[tuple[int, BaseException]] = []
-        self._is_stopped = False
+        self._numbers = itertools.count()  # of the tasks, in the order of queueing
+        self._errors: list[tuple[int, BaseException]] = []  # with the numbers of the tasks that raised them
+        self._is_stopped = False  # whether an error has ended the `with` block
         self._num_threads = num_threads
         self._name = name
         self._threads: list[threading.Thread] = []
@@ -101,7 +101,7 @@ class TaskThreads:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a task has failed, or an error has ended the `with` block. Long tasks raise_first_error this to end early."""
+        """Whether a task has failed, or an error has ended the `with` block. Long tasks read this, to end early."""
         return self._is_stopped or bool(self._errors)
 
     def raise_first_error(self) -> None:
@@ -115,6 +115,10 @@ class TaskThreads:
             raise earliest
 
     def _run_tasks(self) -> None:
+        """Run tasks from the queue, as one of the threads, until the queue contains None.
+
+        After the first error of any thread, the remaining tasks are taken from the queue without running them.
+        """
         while (task := self._tasks.get()) is not None:
             number, is_submitted = task.number, task.is_submitted
             try:

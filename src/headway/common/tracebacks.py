@@ -102,7 +102,7 @@ def _remove_frames(
 
     Args:
         exception: Summary of the exception, which is changed.
-        error: The exception itself, if it is known.
+        error: The exception itself. None if only its summary is known.
         is_ours: Whether Headway raised an outer exception on purpose. All frames of a stack may then be removed.
         seen: IDs of the summaries that were visited before.
 
@@ -130,6 +130,15 @@ def _remove_frames(
 
 
 def _select_frames(frames: list[traceback.FrameSummary], is_ours: bool) -> list[traceback.FrameSummary]:
+    """Return the frames of a traceback that are neither in Headway nor in code of torch that only forwards calls.
+
+    All frames are returned if Headway's own code has failed by mistake, which `is_ours` excludes. The result can be empty
+    only if `is_ours` is True.
+
+    Args:
+        frames: Frames of the traceback, outermost first.
+        is_ours: Whether Headway raised the exception, or an outer one, on purpose.
+    """
     if not frames or (is_headway_file(frames[-1].filename) and not is_ours):
         return frames
     kept = [frame for frame in frames if not is_headway_file(frame.filename) and not _is_forwarding(frame)]
@@ -137,6 +146,7 @@ def _select_frames(frames: list[traceback.FrameSummary], is_ours: bool) -> list[
 
 
 def _is_forwarding(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame only forwards a call: generated code of dataclasses, Python's import system, or wrappers of torch."""
     if frame.filename == "<string>":
         return frame.name == "__init__"  # the __init__ that dataclasses generate
     return frame.filename.startswith(_FROZEN) or any(part in frame.filename for part in _FORWARDING_FILES)

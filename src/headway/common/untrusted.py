@@ -94,6 +94,13 @@ def read_regular_file(path: Path, max_bytes: int, error_class: type[HeadwayError
 
 
 def _check_kind(path: Path, mode: int, error_class: type[HeadwayError]) -> None:
+    """Raise `error_class` if a path is not that of a regular file.
+
+    Args:
+        path: Path, for the message.
+        mode: Mode of the file from `os.stat`.
+        error_class: Class of the error.
+    """
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise error_class(f"{path} is {kind}, not a regular file; nothing was read from it")

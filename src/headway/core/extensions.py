@@ -23,7 +23,7 @@ _LOCATIONS: dict[str, dict[str, str]] = {
     # Modules that resolve the names of another library. Scripts written for that library read such names from an
     # Accelerator ("members", used by `headway.accelerator`) or import them ("names", used by `headway.__getattr__`).
     "members": {"accelerate": "headway.compat.accelerate.members"},
-    "names": {"accelerate": "headway.compat.accelerate.served.names"},
+    "names": {"accelerate": "headway.compat.accelerate.provided_names.as_headway"},
     # Classes of strategies: `headway.core.strategies.build`.
     "strategy": {"pp": "headway.layouts.pipeline.strategy:PipelineStrategy"},
     # Classes of checkpoint stores, by URL scheme: `headway.core.checkpoint.folders.find_store`.
@@ -45,7 +45,7 @@ _LOCATIONS: dict[str, dict[str, str]] = {
         "float8": "headway.extras.float8",
         "forecast": "headway.forecasting.in_script:forecast_step",
         "gather_written_tensors": "headway.extras.adapter_tensors:gather_written_tensors",
-        "hang_watch": "headway.launch.watch.hang_watch:start",
+        "hang_watch": "headway.launch.watch.peer_watch:start",
         "keep_activations": "headway.extras.activation_checkpointing:keep_activations",
         "keep_compiled": "headway.extras.compiled_artifacts",
         "keep_in_memory": "headway.extras.memory_copies:MemoryTier",
@@ -61,6 +61,7 @@ _LOCATIONS: dict[str, dict[str, str]] = {
         "interleave_shards": "headway.language_data.interleaved_shards",
         "repeat_checkpointing": "headway.extras.activation_checkpointing:repeat_checkpointing",
         "sharded_adapters": "headway.extras.sharded_adapters:adapt_methods",
+        "sharded_submodules": "headway.extras.sharded_submodules:adapt_submodules",
         "stall_limit": "headway.extras.stall_watch:allow_stalls",
         "stream_weights": "headway.extras.weight_stream:WeightStream",
         "throughput": "headway.extras.throughput:Throughput",

@@ -17,7 +17,14 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
-from headway.core.strategies.blocks import ORIGINAL_CLASS, find_blocks, find_outermost
+from headway.core.strategies.blocks import (
+    ORIGINAL_CLASS,
+    find_blocks,
+    find_outermost,
+    get_class_name,
+    get_unsharded_class,
+    replace_class,
+)
 from headway.core.training.prepared.model import reduce_to_bare
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.extras.activation_offload import offload_saved_tensors
@@ -103,7 +110,7 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
     blocks = [block for block in find_blocks(model, plan.blocks) if id(block) not in done_ids]
     if not blocks and not count:
         raise ConfigError(
-            f"no repeated blocks were found in {type(model).__name__}: its ModuleLists, Sequentials and ModuleDicts contain no two "
+            f"no repeated blocks were found in {get_class_name(model)}: its ModuleLists, Sequentials and ModuleDicts contain no two "
             "modules of the same class with submodules. Name the blocks: blocks=[BlockClass] or blocks=['layers.0', ...]"
         )
     checkpointed = blocks[:: plan.every]
@@ -125,12 +132,12 @@ def keep_activations(model: torch.nn.Module) -> None:
     for module in model.modules():
         if _BLOCK_FUNCTION not in module.__dict__:
             continue
-        if type(module).__mro__[1] is not CheckpointedBlock:
+        if get_unsharded_class(type(module)).__mro__[1] is not CheckpointedBlock:
             raise StateError(
-                f"a block of class {type(module).__name__} was prepared by itself after its activations were checkpointed; "
+                f"a block of class {get_class_name(module)} was prepared by itself after its activations were checkpointed; "
                 "call accelerator.free_memory() first"
             )
-        module.__class__ = module.__dict__.pop(ORIGINAL_CLASS)
+        replace_class(module, module.__dict__.pop(ORIGINAL_CLASS))
         del module.__dict__[_BLOCK_FUNCTION]
 
 
@@ -278,6 +285,15 @@ def _get_checkpointed_class(bare: Any) -> type:
 
 
 def _attach_function(block: torch.nn.Module, function: Callable[..., Any]) -> None:
+    """Make a block run its forward through `function`, by giving it a subclass of its class.
+
+    Args:
+        block: Block of the model, changed in place.
+        function: Function that gets the block's forward and its arguments, and runs it with checkpointing.
+
+    Raises:
+        ConfigError: If the block has its own `forward` on the object, or its class cannot be extended.
+    """
     bare: Any = type(block)
     if "forward" in block.__dict__:
         raise ConfigError(
@@ -296,6 +312,7 @@ def _attach_function(block: torch.nn.Module, function: Callable[..., Any]) -> No
 
 
 def _has_own_checkpointing(module: torch.nn.Module) -> bool:
+    """Whether a module has transformers' methods for activation checkpointing."""
     return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
         module, "gradient_checkpointing_enable"
     )
@@ -329,7 +346,7 @@ def _enable_own_checkpointing(
     if plan.every > 1 and len(layers) < 2:
         keep_activations(model)
         raise ConfigError(
-            f"{type(model).__name__} switches checkpointing for all its layers at once, so every={plan.every} cannot be kept; "
+            f"{get_class_name(model)} switches checkpointing for all its layers at once, so every={plan.every} cannot be kept; "
             "name its blocks with blocks=[LayerClass], or leave every at 1"
         )
     for module in flagged:

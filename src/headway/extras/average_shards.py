@@ -6,7 +6,24 @@ from typing import Any
 import torch
 
 from headway.core.strategies.fully_sharded import dtensors
-from headway.core.weights.pieces import ShardPiece, TensorBox, get_local_part, is_dtensor, iterate_boxes, replace_local
+from headway.core.weights.dtensor_boxes import iterate_boxes
+from headway.core.weights.pieces import ShardPiece, TensorBox, get_local_part, is_dtensor, replace_local
+
+
+def choose_average_dtype(weight_dtype: torch.dtype, requested_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a weight or buffer is averaged. Integers are copied in their own dtype.
+
+    Args:
+        weight_dtype: Dtype of the weight or buffer.
+        requested_dtype: Dtype of the averages of floating-point weights. None: dtype of the weight, but at least float32.
+    """
+    if not (weight_dtype.is_floating_point or weight_dtype.is_complex):
+        return weight_dtype
+    if requested_dtype is not None and not weight_dtype.is_complex:
+        return requested_dtype
+    if weight_dtype.is_floating_point and weight_dtype.itemsize < torch.float32.itemsize:
+        return torch.float32  # torch.promote_types raises an error for float8
+    return torch.promote_types(weight_dtype, torch.float32)
 
 
 def slice_box(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
@@ -63,9 +80,9 @@ def make_empty_piece(weight: Any, dtype: torch.dtype | None) -> Any:
 
     Args:
         weight: Weight, as the run's strategy exports it. Only its shape, dtype and split are read.
-        dtype: Dtype of the average, or None for the dtype of the weight, but at least float32.
+        dtype: Dtype of the averages of floating-point weights, or None; see `choose_average_dtype`.
     """
-    average_dtype = torch.promote_types(weight.dtype, torch.float32) if dtype is None else dtype
+    average_dtype = choose_average_dtype(weight.dtype, dtype)
     return ShardPiece(tuple(weight.shape), average_dtype, (), None, getattr(weight, "split", None))
 
 

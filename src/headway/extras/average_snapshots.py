@@ -15,14 +15,16 @@ import torch
 from headway.common.atomic import write_text
 from headway.common.object_path import ObjectPath, to_path
 from headway.common.untrusted import read_regular_file
-from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
+from headway.core.checkpoint.format.entries import TensorEntry
+from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from headway.core.checkpoint.loading.reading import find_tensor_offset, read_file_header, read_files
 from headway.core.training.gathered_tensors import gather_and_save, run_on_rank_0
 from headway.core.training.run import Run
 from headway.core.weights.compiled import remove_compiled_levels
 from headway.core.weights.export import save_weights
 from headway.core.weights.files import StoredTensor, open_checkpoint
-from headway.core.weights.shards import TensorOffsets, TensorSpec, find_dtype
+from headway.core.weights.safetensors_format import TensorOffsets
+from headway.core.weights.tensor_bytes import TensorSpec, find_dtype
 from headway.errors import CheckpointError, ConfigError
 from headway.extras.average_shards import slice_box
 
@@ -44,12 +46,13 @@ class _StoredPart:
     stored: StoredTensor
 
 
-class _Description(NamedTuple):
-    """Name, width and counters of a power-function average, with the keys of its state dict as attributes.
+class AverageDescription(NamedTuple):
+    """Name, width and counters of a power-function average. The fields have the names of the keys in its state dict.
 
     Attributes:
         name: Name of the average.
-        sigma_rel: Relative width.
+        sigma_rel: Relative width of the average. The weights of the averaging steps form a distribution over step
+            numbers. This is its standard deviation, divided by the number of steps.
         num_updates: Number of updates of the model since the average was created.
         num_averaged: Number of averaging steps.
         update_after: Number of updates after which averaging began.
@@ -70,23 +73,12 @@ class StoredAverage:
 
     Attributes:
         source: Folder of the snapshot or checkpoint.
-        name: Name of the average.
-        sigma_rel: Relative width: standard deviation of the step number under the weights of the averaging steps, as a
-            fraction of the number of steps.
-        num_updates: Number of updates of the model since the average was created.
-        num_averaged: Number of averaging steps.
-        update_after: Number of updates after which averaging began.
-        every: Number of updates from one averaging step to the next.
+        description: Name, width and counters of the average.
         specs: Shape and dtype of each averaged tensor by name.
     """
 
     source: Path
-    name: str
-    sigma_rel: float
-    num_updates: int
-    num_averaged: int
-    update_after: int
-    every: int
+    description: AverageDescription
     specs: Mapping[str, TensorSpec]
     _parts: Mapping[str, list[_StoredPart]]
 
@@ -122,7 +114,11 @@ def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None
     place = to_path(folder)
 
     def remove_old_description() -> None:
-        """Make the folder an incomplete snapshot until the new description is written."""
+        """Make the folder an incomplete snapshot until the new description is written.
+
+        Raises:
+            ConfigError: If the folder is a checkpoint.
+        """
         if (place / MANIFEST).exists():
             raise ConfigError(f"{place} is a checkpoint; give another folder for the snapshot of an average")
         (place / DESCRIPTION).unlink(missing_ok=True)
@@ -194,7 +190,11 @@ def find_power_averages(folder: str | Path) -> list[StoredAverage]:
 
 
 def _open_snapshot_averages(place: Path) -> Iterator[StoredAverage]:
-    """Yield the average in a snapshot. Yield nothing if it is not a power-function average."""
+    """Yield the average in a snapshot. Yield nothing if it is not a power-function average.
+
+    Raises:
+        CheckpointError: If the description is not JSON, or if it or the files are damaged.
+    """
     try:
         state = json.loads(read_regular_file(place / DESCRIPTION, _MAX_DESCRIPTION_BYTES))
     except ValueError as error:
@@ -208,7 +208,7 @@ def _open_snapshot_averages(place: Path) -> Iterator[StoredAverage]:
         for name, (spec, start) in read_file_header(file).items():
             specs[name] = spec
             parts[name] = [_make_part((0,) * len(spec.shape), spec, file, start)]
-    yield StoredAverage(place, *description, specs, parts)
+    yield StoredAverage(place, description, specs, parts)
 
 
 def _open_checkpoint_averages(place: Path, manifest: Manifest) -> Iterator[StoredAverage]:
@@ -216,6 +216,7 @@ def _open_checkpoint_averages(place: Path, manifest: Manifest) -> Iterator[Store
     headers: dict[str, TensorOffsets] = {}
 
     def open_parts(entry: TensorEntry) -> Iterator[_StoredPart]:
+        """Yield the parts of a tensor in the files of the snapshot. The hash of each file is checked at its first use."""
         dtype = find_dtype(entry.dtype)
         for chunk in entry.chunks:
             path = place / chunk.file
@@ -235,7 +236,7 @@ def _open_checkpoint_averages(place: Path, manifest: Manifest) -> Iterator[Store
         }
         specs = {name: TensorSpec(tuple(entry.shape), find_dtype(entry.dtype)) for name, entry in entries.items()}
         parts = {name: list(open_parts(entry)) for name, entry in entries.items()}
-        yield StoredAverage(place, *description, specs, parts)
+        yield StoredAverage(place, description, specs, parts)
 
 
 def _make_part(offsets: tuple[int, ...], spec: TensorSpec, file: Path, start: int) -> _StoredPart:
@@ -252,7 +253,7 @@ def _make_part(offsets: tuple[int, ...], spec: TensorSpec, file: Path, start: in
     return _StoredPart(offsets, StoredTensor(spec.shape, spec.dtype, file, False, None, start))
 
 
-def _read_description(state: Any, place: Path) -> _Description | None:
+def _read_description(state: Any, place: Path) -> AverageDescription | None:
     """Return the name, width and counters in a power-function average's state, or None for any other state.
 
     Args:
@@ -262,10 +263,14 @@ def _read_description(state: Any, place: Path) -> _Description | None:
     Raises:
         CheckpointError: If the width or a counter has the wrong type, or the number of averaging steps is negative.
     """
-    if not isinstance(state, dict) or not set(_Description._fields) <= state.keys():
+    if not isinstance(state, dict) or not set(AverageDescription._fields) <= state.keys():
         return None
-    description = _Description(*(state[key] for key in _Description._fields))
-    width, counters = description.sigma_rel, list(description[2:])
-    if not isinstance(width, float) or {type(each) for each in counters} != {int} or description.num_averaged < 0:
+    description = AverageDescription(*(state[key] for key in AverageDescription._fields))
+    counters = [description.num_updates, description.num_averaged, description.update_after, description.every]
+    if (
+        not isinstance(description.sigma_rel, float)
+        or {type(each) for each in counters} != {int}
+        or description.num_averaged < 0
+    ):
         raise CheckpointError(f"{place}: the description of the average {state['name']!r} is damaged: {counters}")
     return description._replace(name=str(description.name))

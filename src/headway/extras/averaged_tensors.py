@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from headway.core.strategies.base import Strategy
+from headway.core.strategies.blocks import get_class_name
 from headway.core.strategies.fully_sharded import dtensors
+from headway.core.training._torch import is_fake
 from headway.core.weights.compiled import rename_bare_items
 from headway.core.weights.pieces import get_local_part
 from headway.errors import StateError
 from headway.extras._torch import foreach_copy_, foreach_lerp_
 from headway.extras.average_exchange import WeightPair, split_pairs
-from headway.extras.average_shards import list_boxes, make_empty_piece, slice_box, wrap_like
+from headway.extras.average_shards import choose_average_dtype, list_boxes, make_empty_piece, slice_box, wrap_like
 
 _CREATED_TOO_EARLY = (
     "ExponentialMovingAverage was created before prepare(), and its weights have the layout of a whole model; create it after "
@@ -32,10 +34,13 @@ class _TensorAverage:
     Attributes:
         read: Function that returns the current parameter or buffer.
         values: Averages of this rank's shard, or None for a tensor that only other ranks of a pipeline hold.
+        copies_nonfinite: Whether infinite and NaN elements are copied instead of averaged. Only buffers, and parameters that
+            have such elements when their average is created, pay for this.
     """
 
     read: Callable[[], torch.Tensor]
     values: torch.Tensor | None
+    copies_nonfinite: bool = False
 
 
 class AveragedTensors:
@@ -85,7 +90,7 @@ class AveragedTensors:
         if self._has_buffers:
             # A buffer can be replaced by another tensor, so it is read from its module each time.
             for name, holder, key in _iterate_buffers(self._model):
-                self._adapt_average(name, partial(holder.__getitem__, key))
+                self._adapt_average(name, partial(holder.__getitem__, key), is_buffer=True)
 
     def add_parameters(self, names: Iterable[str]) -> None:
         """Start to average parameters with these names, which can be frozen, from their current values."""
@@ -94,12 +99,13 @@ class AveragedTensors:
             self._adapt_average(name, partial(_return_same, parameters[name]))
 
     @torch.no_grad()
-    def _adapt_average(self, name: str, read: Callable[[], torch.Tensor]) -> None:
+    def _adapt_average(self, name: str, read: Callable[[], torch.Tensor], is_buffer: bool = False) -> None:
         """Create the average of a tensor, or adapt the one that exists to the tensor's current layout.
 
         Args:
             name: Name of the tensor in the model.
             read: Function that returns the tensor.
+            is_buffer: Whether the tensor is a buffer. Default: False.
 
         Raises:
             StateError: If the existing average has neither the shape of this rank's shard nor that of the full tensor.
@@ -116,7 +122,8 @@ class AveragedTensors:
             if self._device is None and old_values.device != weight.device:
                 existing.values = old_values.to(weight.device)
             return
-        values = torch.empty_like(weight, dtype=self._choose_dtype(weight), device=self._device or weight.device)
+        dtype = choose_average_dtype(weight.dtype, self._dtype)
+        values = torch.empty_like(weight, dtype=dtype, device=self._device or weight.device)
         values.requires_grad_(False)
         if old_values is None:
             values.copy_(weight)
@@ -126,15 +133,8 @@ class AveragedTensors:
         else:
             shapes = f"{name} had the shape {tuple(old_values.shape)}, now {tuple(tensor.shape)}"
             raise StateError(f"{_CREATED_TOO_EARLY} ({shapes})")
-        self._averages[name] = _TensorAverage(read, values)
-
-    def _choose_dtype(self, weight: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which a weight is averaged. The requested dtype applies to floating-point weights."""
-        if not (weight.is_floating_point() or weight.is_complex()):
-            return weight.dtype
-        if self._dtype is not None and not weight.is_complex():
-            return self._dtype
-        return torch.promote_types(weight.dtype, torch.float32)
+        copies_nonfinite = is_buffer or (not is_fake(values) and not bool(values.isfinite().all()))
+        self._averages[name] = _TensorAverage(read, values, copies_nonfinite)
 
     # ---------------------------------------------------------------- values
 
@@ -142,14 +142,20 @@ class AveragedTensors:
     def move_toward_weights(self, decay: float) -> None:
         """Replace each average by `decay` times itself plus `1 - decay` times the current weight.
 
+        If an element of a buffer or of its average is not finite, the current element of the buffer is copied. The same
+        applies to parameters that had such elements when their average was created.
+
         Args:
             decay: Weight of the old averages. 0 copies the weights, and so do tensors of integers for any value.
         """
-        for pairs in self.iterate_pairs():
+        for copies_nonfinite, pairs in self._group_pairs():
             weights, averages = [pair.weight for pair in pairs], [pair.average for pair in pairs]
             first_average = averages[0]  # all pairs have the same dtypes and devices
             if not decay or not (first_average.is_floating_point() or first_average.is_complex()):
                 foreach_copy_(averages, weights)
+            elif copies_nonfinite:
+                for weight, average in pairs:
+                    _interpolate_finite(average, weight.to(average.device, average.dtype), 1.0 - decay)
             elif pairs[0].has_same_dtype_and_device:
                 foreach_lerp_(averages, weights, 1.0 - decay)
             else:
@@ -159,13 +165,18 @@ class AveragedTensors:
 
     def iterate_pairs(self) -> Iterator[list[WeightPair]]:
         """Yield lists of pairs of this rank's weights and averages. All pairs of a list have equal dtypes and devices."""
+        for _, pairs in self._group_pairs():
+            yield pairs
+
+    def _group_pairs(self) -> list[tuple[bool, list[WeightPair]]]:
+        """Return the lists of `iterate_pairs`, each with `copies_nonfinite` of its averages."""
         groups: dict[tuple[Any, ...], list[WeightPair]] = {}
         for each in self._averages.values():
             if each.values is not None:
                 weight, average = _get_local_weight(each.read()), each.values
-                key = weight.dtype, weight.device, average.dtype, average.device
+                key = each.copies_nonfinite, weight.dtype, weight.device, average.dtype, average.device
                 groups.setdefault(key, []).append(WeightPair(weight, average))
-        yield from groups.values()
+        return [(copies_nonfinite, pairs) for (copies_nonfinite, *_), pairs in groups.items()]
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -207,7 +218,7 @@ class AveragedTensors:
             lines = [f"not saved: {', '.join(missing[:3])}"] if missing else []
             lines += [f"only saved: {', '.join(unknown[:3])}"] if unknown else []
             raise StateError(
-                f"the saved average is of other tensors than those of {type(self._model).__name__} ({'; '.join(lines)}). Give the "
+                f"the saved average is of other tensors than those of {get_class_name(self._model)} ({'; '.join(lines)}). Give the "
                 "average the model and the buffers= that it was saved with"
             )
         for name, values in saved.items():
@@ -217,7 +228,23 @@ class AveragedTensors:
                 raise StateError(f"the average of {name} has the shape {shape}, the saved one {tuple(values.shape)}")
 
 
+def _interpolate_finite(average: torch.Tensor, weight: torch.Tensor, factor: float) -> None:
+    """Move the finite elements of an average toward the weight in place, and copy the others from the weight.
+
+    `lerp` computes the difference of the two, which is NaN if an element of a causal mask is -inf in both. An average that has
+    become infinite or NaN could never become finite again.
+
+    Args:
+        average: Average that is changed.
+        weight: Current weight, with the dtype and device of the average.
+        factor: Fraction of the difference by which the average moves.
+    """
+    is_finite = average.isfinite() & weight.isfinite()
+    average.copy_(torch.where(is_finite, average.lerp(weight, factor), weight))
+
+
 def _return_same(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the argument. A partial of this function reads a tensor that is never replaced."""
     return tensor
 
 

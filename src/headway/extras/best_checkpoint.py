@@ -1,6 +1,6 @@
-"""Find the best checkpoint of a run, by the metrics that were passed to `save_state`."""
+"""Find the best checkpoints of a run, by the metrics that were passed to `save_state`, and those that rotation keeps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,34 +14,82 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 
-class SavedMetric(NamedTuple):
-    """Metric of a committed checkpoint.
+class SavedCheckpoint(NamedTuple):
+    """Metric, update and run of a committed checkpoint, as read from its manifest.
 
     Attributes:
         folder: Folder of the checkpoint.
-        metric: Metric that was passed to `save_state`, or None.
-        run: ID of the run that saved the checkpoint.
+        metric: Metric that was passed to `save_state`. None if none was passed.
+        num_updates: Number of updates before the save. 0 if unknown.
+        run: ID of the run that saved the checkpoint. Empty if unknown.
     """
 
     folder: Path
     metric: float | None
-    run: str
+    num_updates: int
+    run: str | None
 
 
-def list_best_to_keep(place: CheckpointFolder, folder: Path, metric: float | None, run: str | None) -> tuple[Path, ...]:
-    """Return a tuple with the best checkpoint of a run, which rotation must not delete.
+class Retention(NamedTuple):
+    """Checkpoints of a run that rotation keeps.
 
-    The checkpoint that is about to be saved counts too. The tuple is empty if no checkpoint has a metric.
+    Attributes:
+        num_newest: Number of newest checkpoints to keep. None: all.
+        protected: Folders of other checkpoints to keep: the best ones, and those of `keep_every`.
+    """
+
+    num_newest: int | None
+    protected: tuple[Path, ...]
+
+
+def choose_retention(place: CheckpointFolder, new: SavedCheckpoint) -> Retention:
+    """Return the checkpoints of a run that rotation keeps after a save.
+
+    Protected are the `num_best` best ones, if `keep_best` is set, and the first one of every `keep_every` updates. The
+    checkpoint that is about to be saved counts too.
 
     Args:
-        place: Folder of the checkpoints. Its `project` configuration contains `keep_best`.
-        folder: Folder of the checkpoint that is about to be saved.
-        metric: Metric of the checkpoint in `folder`, or None if it has none.
-        run: ID of the run.
+        place: Folder of the checkpoints, with the `project` configuration.
+        new: Checkpoint that is about to be saved.
     """
-    metrics: dict[Path, float | None] = {} if metric is None else {folder: metric}
-    metrics |= {each.folder: each.metric for each in read_metrics(folder.parent) if each.run == run}
-    return tuple(_sort_best_first(place, metrics)[:1])
+    project = place.project
+    saved = [each for each in read_saved(new.folder.parent) if each.run == new.run and each.folder != new.folder]
+    saved.append(new)
+    best: list[Path] = []
+    if project.keep_best is not None:
+        best = _sort_best_first(place, {each.folder: each.metric for each in saved})[: project.num_best]
+    num_newest = project.total_limit
+    if num_newest is not None and project.total_limit_counts_best:
+        newest_first = sorted(saved, key=lambda each: parse_number(each.folder) or 0, reverse=True)
+        num_newest = _count_newest([each.folder for each in newest_first], best, num_newest)
+    milestones = [] if project.keep_every is None else _list_milestones(saved, project.keep_every)
+    return Retention(num_newest, tuple(dict.fromkeys([*best, *milestones])))
+
+
+def _count_newest(newest_first: Sequence[Path], best: Sequence[Path], limit: int) -> int:
+    """Return how many of the newest checkpoints may be kept so that at most `limit` are kept with the best ones.
+
+    It is at least 1, because a run must be able to resume from its newest checkpoint.
+    """
+    for num_newest in range(limit, 1, -1):
+        if len({*newest_first[:num_newest], *best}) <= limit:
+            return num_newest
+    return 1
+
+
+def _list_milestones(saved: Sequence[SavedCheckpoint], every: int) -> list[Path]:
+    """Return, for each multiple of `every` updates, the first checkpoint that was saved at or after it.
+
+    Saves need not be made at multiples. With saves after 300, 600, ... updates and `every=1000`, the checkpoints of
+    1,200, 2,100 and 3,000 updates are returned. A checkpoint that is returned once is returned at all later saves, as
+    long as it exists.
+    """
+    first_by_interval: dict[int, Path] = {}
+    for each in sorted(saved, key=lambda checkpoint: parse_number(checkpoint.folder) or 0):
+        interval = each.num_updates // every
+        if interval > 0:
+            first_by_interval.setdefault(interval, each.folder)
+    return list(first_by_interval.values())
 
 
 def list_best_first(place: CheckpointFolder, run: str | None, own_run: str | None) -> list[Path]:
@@ -61,10 +109,11 @@ def list_best_first(place: CheckpointFolder, run: str | None, own_run: str | Non
             "the best checkpoint can be determined only with ProjectConfiguration(folder, automatic_checkpoint_naming=True, "
             "keep_best='min') or keep_best='max', and save_state(metric=...)"
         )
-    saved = read_metrics(place.get_parent())
-    has_own = any(each.run == own_run for each in saved)
-    wanted_run = run or (own_run if has_own else None)
-    return _sort_best_first(place, {each.folder: each.metric for each in saved if wanted_run in (None, each.run)})
+    saved = read_saved(place.get_parent())
+    if run is None and any(each.run == own_run for each in saved):
+        run = own_run
+    metrics = {each.folder: each.metric for each in saved if run is None or each.run == run}
+    return _sort_best_first(place, metrics)
 
 
 def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None, own_run: str | None) -> Path | None:
@@ -98,21 +147,26 @@ def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None
     return folder
 
 
-def read_metrics(parent: Path) -> list[SavedMetric]:
-    """Return the metrics of the committed checkpoints in a folder, read from their manifests.
+def read_saved(parent: Path) -> list[SavedCheckpoint]:
+    """Return the committed checkpoints in a folder, with their metrics, read from their manifests.
 
     Copies of checkpoints, and checkpoints with damaged manifests, are left out.
     """
-    saved_metrics = []
+    saved = []
     for path in list_committed(parent):
         about = read_about(path)  # empty if the manifest is damaged, so that it never counts as the best one
         # A copy has been renamed, so its folder has another name than its manifest.
         if about and about.get("name", path.name) == path.name:
-            metric = about.get("metric")
-            saved_metrics.append(
-                SavedMetric(path, metric if isinstance(metric, float) else None, str(about.get("run", "")))
+            metric, num_updates = about.get("metric"), about.get("num_updates")
+            saved.append(
+                SavedCheckpoint(
+                    folder=path,
+                    metric=metric if isinstance(metric, float) else None,
+                    num_updates=num_updates if isinstance(num_updates, int) else 0,
+                    run=str(about.get("run", "")),
+                )
             )
-    return saved_metrics
+    return saved
 
 
 def _sort_best_first(place: CheckpointFolder, metrics: Mapping[Path, float | None]) -> list[Path]:

@@ -17,14 +17,8 @@ from typing import Any
 import torch
 
 from headway.core.checkpoint.format.values import decode_value, encode_value
-from headway.core.checkpoint.state import (
-    CollectedState,
-    StatefulObjects,
-    get_state_exporter,
-    has_torch_format,
-    list_parameter_keys,
-    map_parameter_names,
-)
+from headway.core.checkpoint.optimizer_state import get_state_exporter, has_torch_format, list_parameter_keys
+from headway.core.checkpoint.state import CollectedState, StatefulObjects, map_parameter_names
 from headway.core.training.prepared.prepare import Preparation
 from headway.extras.group_misfits import GroupMatch, join_keys, match_groups
 
@@ -64,8 +58,8 @@ def convert_groups(
         objects: Objects that should load the state.
         saved: Saved state, which is changed in place.
         preparation: Prepared objects with the optimizers and schedulers.
-        changed: Names of the parts of the run that the user has changed on purpose. Without "groups", groups are
-            converted only if nothing but their order differs.
+        changed: Names of the parts of the run that the user has changed on purpose. Without "groups" and with None,
+            groups are converted only if nothing but their order differs.
     """
     names = map_parameter_names(objects.models)
     entries = saved.state["optimizer"]
@@ -175,17 +169,39 @@ def _convert_group(pair: _OptimizerPair, group_index: int, saved_options: list[d
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     source = match.find_main_source(group_index)
     if source is not None:
-        arguments = _list_init_arguments(type(optimizer))
-        for key in optimizer.defaults:
-            # An option that is no argument of the constructor is a counter of the optimizer.
-            if key not in arguments and key in options and key in saved_options[source]:
-                options[key] = saved_options[source][key]
-    schedule_source = 0 if source is None else source
-    reference = saved_options[schedule_source] if saved_options else {}
-    saved_initial, initial = reference.get("initial_lr"), options.get("initial_lr")
-    if saved_initial and initial is not None and "lr" in reference:
-        options["lr"] = initial * (reference["lr"] / saved_initial)
+        options |= _select_counters(optimizer, options, saved_options[source])
+    if saved_options:
+        _apply_schedule_factor(options, saved_options[source or 0])
     return options
+
+
+def _select_counters(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of a saved group that count the optimizer's progress, such as its steps.
+
+    They are the options with a default value that no argument of a constructor sets.
+
+    Args:
+        optimizer: Optimizer of this run.
+        options: Options of the group in this run.
+        saved: Options of the saved group.
+    """
+    arguments = _list_init_arguments(type(optimizer))
+    counters = [key for key in optimizer.defaults if key not in arguments]
+    return {key: saved[key] for key in counters if key in options and key in saved}
+
+
+def _apply_schedule_factor(options: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set `lr` to `initial_lr` times the saved group's ratio of both. Leave it unchanged if a value is missing.
+
+    Args:
+        options: Options of the group in this run, which are changed in place.
+        saved: Options of the saved group.
+    """
+    initial, saved_initial = options.get("initial_lr"), saved.get("initial_lr")
+    if saved_initial and initial is not None and "lr" in saved:
+        options["lr"] = initial * (saved["lr"] / saved_initial)
 
 
 def _list_init_arguments(optimizer_class: type) -> set[str]:

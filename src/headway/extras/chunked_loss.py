@@ -8,36 +8,45 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from headway.core.strategies.blocks import get_class_name, get_unsharded_class, replace_class
 from headway.core.weights.pieces import is_dtensor
 from headway.errors import PrepareError, UnsupportedError
+from headway.log import get_logger
+
+log = get_logger(__name__)
 
 _CHUNK_TOKENS = 512
 """Number of tokens per chunk.
 
 For narrow models, torch's default is only a few tokens, which is an order of magnitude slower.
 """
+_UNUSED_WARNING = (
+    "chunk_loss has no effect: %s was called in training without labels=, or with return_dict=False, so it computed all logits. "
+    "Pass labels= to the model and use outputs.loss, or leave chunk_loss out"
+)
 
 
 class ChunkedHead(nn.Linear):
     """Output layer of a language model that can leave its matrix product to the loss function.
 
-    Args:
-        head: Linear output layer, whose parameters become those of this module.
-        options: Options of `torch.nn.functional.linear_cross_entropy`.
-        original_loss: Loss function of the model, for calls in which the logits are computed.
+    `chunk_loss` gives this class to the model's own output layer. A new module would not work if the model is sharded,
+    because `fully_shard` keeps references to the original modules.
 
     Attributes:
+        options: Options of `torch.nn.functional.linear_cross_entropy`.
+        original_loss: Loss function of the model, for calls in which the logits are computed.
         is_deferred: Whether forward without labels returns the hidden states instead of the logits.
+        hidden: Result of a deferred forward until its loss is computed, else None.
+        hooks: Handles of the model's hooks, which set `is_deferred`.
     """
 
-    def __init__(self, head: nn.Linear, options: Any, original_loss: Callable[..., torch.Tensor]) -> None:
-        super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
-        self.weight, self.bias = head.weight, head.bias
-        self.train(head.training)
-        self._options, self._original_loss = options, original_loss
-        self.is_deferred = False
-        self._hidden: torch.Tensor | None = None  # result of a deferred forward, until its loss is computed
+    options: Any
+    original_loss: Callable[..., torch.Tensor]
+    is_deferred: bool
+    hidden: torch.Tensor | None
+    hooks: tuple[RemovableHandle, ...]
 
     def forward(
         self, hidden: torch.Tensor, labels: torch.Tensor | None = None, ignore_index: int = -100
@@ -56,7 +65,7 @@ class ChunkedHead(nn.Linear):
             UnsupportedError: If `labels` are passed and the weight is sharded (tensor parallelism).
         """
         if labels is None:
-            self._hidden = hidden if self.is_deferred else None
+            self.hidden = hidden if self.is_deferred else None
             return hidden if self.is_deferred else super().forward(hidden)
         if is_dtensor(self.weight):
             raise UnsupportedError(
@@ -69,7 +78,7 @@ class ChunkedHead(nn.Linear):
         # torch returns a sum in the inputs' dtype, which has three digits in half precision.
         losses = nn.functional.linear_cross_entropy(
             hidden.to(dtype).flatten(0, -2), weight, labels.flatten(),
-            linear_bias=bias, reduction="none", ignore_index=ignore_index, options=self._options,
+            linear_bias=bias, reduction="none", ignore_index=ignore_index, options=self.options,
         )  # fmt: skip
         return losses.sum(dtype=torch.float32)
 
@@ -102,16 +111,16 @@ class ChunkedHead(nn.Linear):
             UnsupportedError: If the model has changed the output of `forward` before it computes the loss, or the
                 weight is sharded (tensor parallelism).
         """
-        if self._hidden is None:
-            return self._original_loss(
+        if self.hidden is None:
+            return self.original_loss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **loss_kwargs
             )
-        if logits is not self._hidden:
+        if logits is not self.hidden:
             raise UnsupportedError(
                 "this model changes its logits after the head (a soft cap, a scale, another dtype, tp), which a loss in chunks "
                 "would miss; leave chunk_loss out"
             )
-        self._hidden = None
+        self.hidden = None
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shift_labels = shift_labels.to(logits.device)
@@ -125,13 +134,17 @@ def chunk_loss(model: nn.Module, options: Any = None) -> nn.Module:
     """Make a transformers causal language model compute its loss in chunks, to save memory.
 
     The logits of a batch never exist all at once. When the model trains on `labels`, `outputs.loss` is unchanged up to
-    rounding, and `outputs.logits` is None. Evaluation, generation and calls without labels are unchanged. The output
-    layer's product is recomputed in backward. Call this function before `prepare`, and in `model_fn` for a forecast.
+    rounding, and `outputs.logits` is None. Evaluation, generation and calls without labels are unchanged. The first call
+    in training without labels causes a warning. The output layer's product is recomputed in backward. Call this
+    function before `prepare`, and in `model_fn` for a forecast.
+
+    The loss is computed by torch's `linear_cross_entropy`. The model is changed in place, on this process only, so call
+    the function on every rank.
 
     Args:
         model: transformers model that takes `labels` and uses the loss of causal language models.
-        options: A `torch.nn.LinearCrossEntropyOptions` with the chunk size and the policy for summing gradients.
-            Default: chunks of 512 tokens, gradients summed in float32.
+        options: A `torch.nn.LinearCrossEntropyOptions` with the chunk size and the policy for summing gradients. None
+            (the default): chunks of 512 tokens, gradients summed in float32.
 
     Returns:
         The object that was passed as `model`, with unchanged parameter names and ties.
@@ -139,33 +152,71 @@ def chunk_loss(model: nn.Module, options: Any = None) -> nn.Module:
     Raises:
         PrepareError: If the model is not a transformers causal language model with the standard loss.
         UnsupportedError: If torch is older than 2.13.
+
+    Example::
+
+        model = chunk_loss(AutoModelForCausalLM.from_pretrained("gpt2"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        loss = model(input_ids=tokens, labels=tokens).loss
     """
     if not hasattr(nn.functional, "linear_cross_entropy"):
         raise UnsupportedError(f"chunk_loss needs torch 2.13 or newer; this is torch {torch.__version__}")
-    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    head = _get_head(model)
     original_loss: Any = model.loss_function if head is not None else None
-    if type(head) is not nn.Linear or getattr(original_loss, "__name__", "") != "ForCausalLMLoss":
+    if get_unsharded_class(type(head)) is not nn.Linear or getattr(original_loss, "__name__", "") != "ForCausalLMLoss":
         raise PrepareError(
-            f"chunk_loss got {type(model).__name__}; give a transformers causal language model with a linear head and its own loss, "
+            f"chunk_loss got {get_class_name(model)}; give a transformers causal language model with a linear head and its own loss, "
             "before prepare()"
         )
     if options is None:
         options = nn.LinearCrossEntropyOptions(
             batch_chunk_size=_CHUNK_TOKENS, chunking_method=None, acc_policy="accurate"
         )
-    chunked = ChunkedHead(head, options, original_loss)
-    model.set_output_embeddings(chunked)  # type: ignore[operator]
-    model.loss_function = chunked.loss  # type: ignore[assignment]
+    replace_class(head, ChunkedHead)
+    head.options, head.original_loss, head.is_deferred, head.hidden = options, original_loss, False, None
+    model.loss_function = head.loss
 
     def begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         computes_loss = kwargs.get("labels") is not None and kwargs.get("return_dict") is not False
-        chunked.is_deferred = computes_loss and module.training and torch.is_grad_enabled()
+        is_trained = module.training and torch.is_grad_enabled()
+        head.is_deferred = computes_loss and is_trained
+        if is_trained and not computes_loss:
+            log.warning_once(_UNUSED_WARNING, get_class_name(module))
 
     def end_forward(module: nn.Module, args: Any, outputs: Any) -> None:
-        if chunked.is_deferred and outputs is not None:
+        if head.is_deferred and outputs is not None:
             outputs["logits"] = None
-        chunked.is_deferred = False
+        head.is_deferred = False
 
-    model.register_forward_pre_hook(begin_forward, with_kwargs=True)
-    model.register_forward_hook(end_forward, always_call=True)
+    head.hooks = (
+        model.register_forward_pre_hook(begin_forward, with_kwargs=True),
+        model.register_forward_hook(end_forward, always_call=True),
+    )
     return model
+
+
+def is_loss_chunked(model: nn.Module) -> bool:
+    """Whether `chunk_loss` has changed the model."""
+    return isinstance(_get_head(model), ChunkedHead)
+
+
+def restore_loss(model: nn.Module) -> None:
+    """Undo `chunk_loss`. The model must not be prepared, but may be sharded. Its modules and parameters stay the same.
+
+    Do nothing if `chunk_loss` has not changed the model.
+    """
+    head = _get_head(model)
+    if not isinstance(head, ChunkedHead):
+        return
+    for hook in head.hooks:
+        hook.remove()
+    model.loss_function = head.original_loss  # type: ignore[assignment]
+    for name in ("options", "original_loss", "is_deferred", "hidden", "hooks"):
+        delattr(head, name)
+    replace_class(head, nn.Linear)
+
+
+def _get_head(model: nn.Module) -> Any:
+    """Return the output layer of a transformers model, or None if it has none."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]

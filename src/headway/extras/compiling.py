@@ -22,11 +22,75 @@ import torch
 from headway.common import env
 from headway.common.optional import is_available
 from headway.core.config.compilation import TorchDynamoPlugin
-from headway.core.strategies.blocks import find_blocks
+from headway.core.strategies.blocks import find_blocks, get_class_name
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
 
 log = get_logger(__name__)
+
+_RECOMPILE_LIMIT = 8
+"""Maximum number of compilations per code object, after which torch stops compiling the code.
+
+One code object is compiled separately for training and evaluation, static and dynamic sizes, a batch of one, and so
+on.
+"""
+
+
+def compile_model(
+    model: torch.nn.Module,
+    plugin: TorchDynamoPlugin,
+    device: torch.device,
+    is_gathered: bool = False,
+    accumulates: bool = False,
+) -> torch.nn.Module:
+    """Compile a model in place according to the settings. A model that is already compiled is left unchanged.
+
+    Do nothing if the settings disable compilation.
+
+    Args:
+        model: Model to compile. Checkpointed blocks are compiled together with their checkpointing.
+        plugin: Settings of the compilation.
+        device: Device that the model computes on.
+        is_gathered: Whether parameters will be gathered before each block, which a graph of the full model cannot
+            contain. The model is then compiled block by block. Default: False.
+        accumulates: Whether gradients are accumulated over several backward passes. Default: False.
+
+    Returns:
+        The object that was passed as `model`.
+
+    Raises:
+        ConfigError: If the backend is not available in this torch version or on the device.
+        OptionalDependencyMissing: If a program that the backend needs is missing.
+    """
+    if not plugin.compiles:
+        return model
+    name = get_class_name(model)
+    if has_compiled_regions(model):
+        log.info_once(f"{name} is already compiled and is not compiled again")
+        return model
+    check_toolchain(plugin, device)
+    if accumulates and device.type == "cuda" and plugin.has_cuda_graphs:
+        # Autograd stores the first gradient without copying it. The CUDA graph of the next micro-batch reuses that
+        # memory, so the gradient must be cloned.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+    has_blocks = bool(find_blocks(model))
+    if has_blocks and is_gathered and not plugin.use_regional_compilation:
+        log.warning_once(
+            f"{name} will be sharded, so regional compilation is used: parameters are gathered before each block, which breaks the "
+            "graph of a whole model. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
+        )
+    if has_blocks and (plugin.use_regional_compilation or is_gathered):
+        return compile_regions(model, **plugin.to_kwargs())
+    if plugin.use_regional_compilation:
+        log.warning_once(
+            f"regional compilation: {name} has no repeated blocks (no two modules of one class, with submodules, in a "
+            "ModuleList, Sequential or ModuleDict), so it is compiled whole"
+        )
+    _compile_modules([model], plugin.to_kwargs())
+    log.info("%s will be compiled whole by %s", name, plugin.name)
+    return model
 
 
 def check_toolchain(plugin: TorchDynamoPlugin, device: torch.device) -> None:
@@ -61,6 +125,7 @@ def check_toolchain(plugin: TorchDynamoPlugin, device: torch.device) -> None:
 
 
 def _check_inductor(device: torch.device) -> None:
+    """Raise `OptionalDependencyMissing` if a compiler or package that inductor needs for the device is missing."""
     if device.type == "cpu":
         from torch._inductor import cpp_builder, exc
 
@@ -85,82 +150,23 @@ def _check_inductor(device: torch.device) -> None:
             )
 
 
-_RECOMPILE_LIMIT = 8
-"""Maximum number of compilations per code object, after which torch stops compiling the code.
-
-One code object is compiled separately for training and evaluation, static and dynamic sizes, a batch of one, and so
-on.
-"""
-
-
-def compile_model(
-    model: torch.nn.Module,
-    plugin: TorchDynamoPlugin,
-    device: torch.device,
-    is_gathered: bool = False,
-    accumulates: bool = False,
-) -> torch.nn.Module:
-    """Compile a model in place according to the settings. A model that is already compiled is left unchanged.
-
-    Do nothing if the settings disable compilation.
-
-    Args:
-        model: Model to compile. Checkpointed blocks are compiled together with their checkpointing.
-        plugin: Settings of the compilation.
-        device: Device that the model computes on.
-        is_gathered: Whether parameters will be gathered before each block, which a graph of the full model cannot
-            contain. The model is then compiled block by block.
-        accumulates: Whether gradients are accumulated over several backward passes.
-
-    Returns:
-        The object that was passed as `model`.
-
-    Raises:
-        ConfigError: If the backend is not available in this torch version or on the device.
-        OptionalDependencyMissing: If a program that the backend needs is missing.
-    """
-    if not plugin.compiles:
-        return model
-    name = type(model).__name__
-    if has_compiled_regions(model):
-        log.info_once(f"{name} is already compiled and is not compiled again")
-        return model
-    check_toolchain(plugin, device)
-    if accumulates and device.type == "cuda" and plugin.has_cuda_graphs:
-        # Autograd stores the first gradient without copying it. The CUDA graph of the next micro-batch reuses that
-        # memory, so the gradient must be cloned.
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
-    has_blocks = bool(find_blocks(model))
-    if has_blocks and is_gathered and not plugin.use_regional_compilation:
-        log.warning_once(
-            f"{name} will be sharded, so regional compilation is used: parameters are gathered before each block, which breaks the "
-            "graph of a whole model. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
-        )
-    if has_blocks and (plugin.use_regional_compilation or is_gathered):
-        return compile_regions(model, **plugin.to_kwargs())
-    if plugin.use_regional_compilation:
-        log.warning_once(
-            f"regional compilation: {name} has no repeated blocks (no two modules of one class, with submodules, in a "
-            "ModuleList, Sequential or ModuleDict), so it is compiled whole"
-        )
-    _compile_modules([model], plugin.to_kwargs())
-    log.info("%s will be compiled whole by %s", name, plugin.name)
-    return model
-
-
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
-    """Compile the module's repeated blocks in place, once per class of block.
+    """Compile the module's repeated blocks in place with torch.compile, once per class and shape of block.
 
-    If the module has no repeated blocks, it is compiled as a whole.
+    The blocks are compiled at the first forward, in much less time than the whole module needs. Code between the blocks
+    runs eagerly. If the module has no repeated blocks, it is compiled as a whole. It does not need an Accelerator;
+    `TorchDynamoPlugin(use_regional_compilation=True)` does this in `prepare`.
 
     Args:
-        module: Module to compile.
-        compile_kwargs: Keyword arguments of torch.compile.
+        module: Module to compile. Repeated blocks are modules of one class in a list, sequence or dict of modules.
+        compile_kwargs: Keyword arguments of torch.compile, such as `backend` or `fullgraph`.
 
     Returns:
         The object that was passed as `module`. Its class and the names in its state dict do not change.
+
+    Example::
+
+        model = compile_regions(model, mode="max-autotune")
     """
     blocks = find_blocks(module)
     if not blocks:
@@ -171,7 +177,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
         # Blocks of different shapes share the code of their class, and would exhaust its compilation limit.
         compile_kwargs.setdefault("recompile_limit", _RECOMPILE_LIMIT * num_kinds)
     _compile_modules(blocks, compile_kwargs)
-    log.info("%d blocks of %s will be compiled, %d kinds", len(blocks), type(module).__name__, num_kinds)
+    log.info("%d blocks of %s will be compiled, %d kinds", len(blocks), get_class_name(module), num_kinds)
     return module
 
 
@@ -190,7 +196,7 @@ def _compile_modules(modules: list[torch.nn.Module], settings: dict[str, Any]) -
             module.compile(**settings)
             continue
         call = _make_caller(module)
-        function = FunctionType(code, call.__globals__, type(module).__name__, None, call.__closure__)
+        function = FunctionType(code, call.__globals__, get_class_name(module), None, call.__closure__)
         module._compiled_call_impl = torch.compile(function, **settings)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from headway.core.checkpoint.state import StatefulObjects
-from headway.core.weights.pieces import is_sharded, list_own_boxes
+from headway.core.weights.dtensor_boxes import list_own_boxes
+from headway.core.weights.pieces import is_sharded
 
 
 class EarlyPinning:

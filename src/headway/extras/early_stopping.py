@@ -22,7 +22,7 @@ class EarlyStopping:
     Register it with `accelerator.register_for_checkpointing`, and a resumed run continues its count.
 
     Args:
-        patience: Number of consecutive evaluations without an improvement after which to stop, at least 1.
+        patience: Number of consecutive evaluations without an improvement after which to stop, at least 1. Default: 1.
         min_delta: Amount that an improvement must exceed to count. Default: 0, so any improvement counts.
         mode: "min" if lower values are better (the default), "max" if higher values are better.
 
@@ -82,6 +82,9 @@ class EarlyStopping:
         Args:
             value: Metric of the evaluation over all ranks: a number or a tensor with one element.
 
+        Returns:
+            Whether to stop (`should_stop`), equal on all ranks.
+
         Raises:
             ConfigError: If `value` is not a number.
         """
@@ -121,12 +124,13 @@ class EarlyStopping:
         if runtime.world_size == 1:
             return number
         numbers = [row[0] for row in Collectives(runtime).gather_numbers([number])]
-        mean = math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else math.nan
         first_number = numbers[0]
+        # NaN is not close to itself, so the texts are compared, too.
         if all(
             math.isclose(each, first_number, rel_tol=_TOLERANCE) or str(each) == str(first_number) for each in numbers
         ):
             return first_number
+        mean = math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else math.nan
         if not self._has_warned:
             self._has_warned = True
             log.warning(

@@ -19,6 +19,7 @@ from headway.core.config.engines import EngineOptions
 from headway.core.config.float8 import Float8Options
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.device import Hardware
+from headway.core.strategies.blocks import get_class_name
 from headway.errors import PrepareError, UnsupportedError
 from headway.log import get_logger
 
@@ -243,7 +244,7 @@ def _check_equal_layers(model: torch.nn.Module, names: list[str], ranks: Collect
     if any(row != rows[0] for row in rows):
         counts = ", ".join(str(int(row[0])) for row in rows)
         raise PrepareError(
-            f"ranks convert other linear layers of {type(model).__name__} to float8 (by rank, how many: {counts}); give all ranks "
+            f"ranks convert other linear layers of {get_class_name(model)} to float8 (by rank, how many: {counts}); give all ranks "
             "the same model, and a module_filter that decides by name and sizes alone"
         )
 
@@ -259,6 +260,7 @@ def _cast_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _cast_to_autocast_dtype(value: Any) -> Any:
+    """Return a tensor in the dtype of autocast, if autocast is enabled. Other values are returned unchanged."""
     if isinstance(value, torch.Tensor) and torch.is_autocast_enabled(value.device.type):
         return value.to(torch.get_autocast_dtype(value.device.type))
     return value
@@ -288,7 +290,7 @@ def _log_conversion(
     for name, reason in exclusions.items():
         by_reason.setdefault(reason, []).append(name)
     excluded_text = "; ".join(f"{reason} ({_join_layer_names(names)})" for reason, names in by_reason.items())
-    kind = type(model).__name__
+    kind = get_class_name(model)
     if num_converted:
         log.info(
             "%d of %d linear layers of %s compute in float8 (%s)%s",

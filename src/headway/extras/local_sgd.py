@@ -37,9 +37,8 @@ class LocalSGDRun(Protocol):
 class LocalSGD:
     """Context in which processes train separately, and average their parameters every `local_sgd_steps` steps.
 
-    Gradients are not reduced over processes.
-
-    ::
+    Gradients are not reduced over processes (Stich 2018, arXiv 1805.09767). Optimizer states stay different. Enter it on
+    every rank, with the layout "ddp"::
 
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
             for inputs, targets in loader:
@@ -56,7 +55,7 @@ class LocalSGD:
     Args:
         accelerator: Accelerator that prepared the model.
         model: Prepared model.
-        local_sgd_steps: Number of calls of `step` between two averages, at least 1.
+        local_sgd_steps: Number of calls of `step` between two averages, at least 1, equal on all ranks.
         enabled: Whether to train locally. If False, gradients are reduced as usual. Default: True.
 
     Attributes:
@@ -68,8 +67,8 @@ class LocalSGD:
     Raises:
         ConfigError: If the number of steps is not an integer of at least 1.
         PrepareError: If the model is not a `torch.nn.Module`.
-        UnsupportedError: On entering the block, if the run uses microbatching="auto" or a static graph, or if the model
-            has a `headway.ExponentialMovingAverage`.
+        UnsupportedError: On entering the block, if the run uses microbatching="auto", a static graph or a layout other
+            than "ddp", or if the model has a `headway.ExponentialMovingAverage`.
     """
 
     def __init__(
@@ -98,10 +97,8 @@ class LocalSGD:
                 )
             self._block = ExitStack()
             self._block.enter_context(self._strategy.keep_local(self.model))
-            self.num_steps, self._first_window = (
-                self._local_training.begin_block(self),
-                self._local_training.num_windows,
-            )
+            self.num_steps = self._local_training.begin_block(self)
+            self._first_window = self._local_training.num_windows
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -121,7 +118,8 @@ class LocalSGD:
     def step(self) -> None:
         """Count one step, and average parameters over the processes after every `local_sgd_steps` steps.
 
-        If `enabled` is False, only count the step.
+        Call it on every rank, after the optimizer's step. Each call counts, also inside an accumulation window, so choose
+        `local_sgd_steps` as a multiple of the accumulation steps. If `enabled` is False, only count the step.
 
         Raises:
             StateError: If called outside the `with LocalSGD(...)` block while `enabled` is True.
@@ -134,6 +132,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average_parameters(self) -> None:
+        """Replace the parameters on all ranks by their mean over the ranks."""
         parameters = list(self.model.parameters())
         for parameter, mean in zip(parameters, iterate_averages(parameters, self._collectives)):
             parameter.copy_(mean)

@@ -94,7 +94,7 @@ def take_census(device_type: str, frames: Iterable[FrameType] = ()) -> TensorCen
 
     Args:
         device_type: Device type such as "cpu" or "cuda".
-        frames: Stack frames whose local variables give names to tensors, outermost first.
+        frames: Stack frames whose local variables give names to tensors, outermost first. Default: none.
     """
     census = TensorCensus(device_type)
     try:
@@ -155,6 +155,12 @@ def _count_models(census: TensorCensus) -> dict[int, str]:
 
 
 def _count_optimizers(census: TensorCensus, names: dict[int, str]) -> None:
+    """Add the tensors in the states of all optimizers to a census.
+
+    Args:
+        census: Census to fill.
+        names: Names of parameters by `id`.
+    """
     for optimizer in census.optimizers:
         for parameter, state in list(optimizer.state.items()):
             owner = names.get(id(parameter), type(optimizer).__name__)

@@ -58,7 +58,7 @@ class MemoryReport:
     is_complete: bool = True
 
     def text(self) -> str:
-        """Return the report as text."""
+        """Return the report as text of several lines, for a log or the terminal."""
         use = self.use
         is_host = use.device == "cpu"
         if self.asked is None:
@@ -96,9 +96,21 @@ def _format_shape(storage: LiveStorage) -> str:
 def memory_report(error: BaseException | None = None, num_largest: int = 8) -> MemoryReport:
     """Return a report on the current memory use, or on the memory use when `error` was raised.
 
+    It searches this process's live tensors, on the device of the error, or else on this process's device. Uncaught
+    out-of-memory errors get the report automatically. No other rank is involved.
+
     Args:
-        error: Out-of-memory error whose frames still exist. Default: report the current use.
-        num_largest: Number of largest tensors to list.
+        error: Out-of-memory error whose frames still exist, so call it inside `except`. None (the default): report the
+            current use.
+        num_largest: Number of largest tensors to list. Default: 8.
+
+    Returns:
+        Bytes by purpose (such as weights, gradients, optimizer state), the largest tensors with their names, and
+        suggestions. `text()` formats them.
+
+    Example::
+
+        print(memory_report().text())
     """
     scope.get_or_create(EmergencyReserve).release()
     device = _find_device(error)

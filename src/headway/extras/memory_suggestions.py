@@ -62,12 +62,11 @@ def list_suggestions(
 
 
 def _suggest_for_activations(census: TensorCensus, asked: int, frames: list[FrameType]) -> Iterator[MemorySuggestion]:
-    # A request that failed in forward or backward is one more activation.
-    activation_bytes = (
-        census.sum_bytes("saved for backward")
-        + census.sum_bytes("other tensors")
-        + (0 if _is_in_optimizer(frames) else asked)
-    )
+    """Yield suggestions that reduce the memory of activations. See `list_suggestions` for the arguments."""
+    saved_bytes = census.sum_bytes("saved for backward")
+    activation_bytes = saved_bytes + census.sum_bytes("other tensors")
+    if not _is_in_optimizer(frames):
+        activation_bytes += asked  # a request that failed in forward or backward is one more activation
     if activation_bytes < _MIN_BYTES:
         return
     modules = [module for root in census.roots for module in root.modules()]
@@ -75,17 +74,13 @@ def _suggest_for_activations(census: TensorCensus, asked: int, frames: list[Fram
         activation_bytes // 2,
         "half the micro-batch and twice the accumulation (microbatching='auto' does it by itself)",
     )
-    if census.sum_bytes("saved for backward") and modules and not any(module.training for module in modules):
+    is_in_eval_mode = bool(modules) and not any(module.training for module in modules)
+    if saved_bytes and is_in_eval_mode:
         yield MemorySuggestion(None, "the model is in eval mode and keeps activations: evaluate under torch.no_grad()")
-    lists = [module for module in modules if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)]
-    depth = max(map(len, lists), default=1)  # probable number of blocks
-    is_checkpointed = any(
-        "_headway_checkpoint" in vars(module) or vars(module).get("gradient_checkpointing") is True
-        for module in modules
-    )
-    if depth > 1 and not is_checkpointed:
+    num_blocks = _guess_num_blocks(modules)
+    if num_blocks > 1 and not any(map(_is_checkpointed, modules)):
         yield MemorySuggestion(
-            activation_bytes - activation_bytes // depth, "accelerator.checkpoint_activations(model)"
+            activation_bytes - activation_bytes // num_blocks, "accelerator.checkpoint_activations(model)"
         )
     storages = [each for each in census.storages.values() if each.category == "saved for backward"]
     float32_bytes = sum(each.num_bytes for each in storages if each.dtype == torch.float32)
@@ -93,14 +88,28 @@ def _suggest_for_activations(census: TensorCensus, asked: int, frames: list[Fram
         yield MemorySuggestion(float32_bytes // 2, "mixed_precision='bf16'")
 
 
+def _guess_num_blocks(modules: list[torch.nn.Module]) -> int:
+    """Return the length of the longest ModuleList or Sequential, or 1 if there is none."""
+    lists = [module for module in modules if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)]
+    return max(map(len, lists), default=1)
+
+
+def _is_checkpointed(module: torch.nn.Module) -> bool:
+    """Whether activation checkpointing is enabled for a module, by Headway or by transformers."""
+    attributes = vars(module)
+    return "_headway_checkpoint" in attributes or attributes.get("gradient_checkpointing") is True
+
+
 def _is_in_optimizer(frames: list[FrameType]) -> bool:
+    """Whether the stack contains code of torch's optimizers."""
     return any("/torch/optim/" in frame.f_code.co_filename.replace("\\", "/") for frame in frames)
 
 
 def _suggest_for_optimizer(census: TensorCensus, frames: list[FrameType]) -> Iterator[MemorySuggestion]:
+    """Yield suggestions that reduce the memory of optimizers. See `list_suggestions` for the arguments."""
     state_bytes, parameter_bytes = census.sum_bytes("optimizer state"), census.sum_bytes("parameters")
     names = sorted({type(optimizer).__name__ for optimizer in census.optimizers})
-    if state_bytes > max(_MIN_BYTES, parameter_bytes):
+    if state_bytes > max(_MIN_BYTES, parameter_bytes):  # Adafactor's factored state takes about 1 % of Adam's
         yield MemorySuggestion(
             state_bytes - state_bytes // 100, f"torch.optim.Adafactor in place of {', '.join(names)}"
         )
@@ -113,6 +122,7 @@ def _suggest_for_optimizer(census: TensorCensus, frames: list[FrameType]) -> Ite
 
 
 def _suggest_for_device(use: MemoryUse, asked: int | None) -> Iterator[MemorySuggestion]:
+    """Yield suggestions about a GPU's memory that no live tensor occupies. See `list_suggestions` for the arguments."""
     if use.device == "cpu":
         return
     unused_bytes = use.reserved - use.used

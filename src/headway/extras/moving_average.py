@@ -18,9 +18,9 @@ If a checkpoint is saved while the model contains averages, the trained weights 
 preemption during an evaluation also saves the trained weights.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from headway.common import scope
 from headway.core.runtime import process
 from headway.core.runtime.dry_run import is_dry_run
 from headway.core.strategies.base import Strategy
+from headway.core.strategies.blocks import get_class_name
 from headway.core.training.prepared.objects import iterate_parameters
 from headway.core.training.prepared.registry import AcceleratorRegistry, PreparationListeners
 from headway.core.training.run import Run
@@ -43,10 +44,8 @@ from headway.extras.average_exchange import WeightExchange, WeightPair
 from headway.extras.average_shards import copy_saved_average
 from headway.extras.average_snapshots import write_snapshot
 from headway.extras.averaged_tensors import AveragedTensors
+from headway.extras.averaging_schedule import AveragingSchedule, Decay
 from headway.extras.power_average import PowerDecay
-
-Decay = float | str | Callable[[int], float]
-"""Decay of an average: a number, "mean", or a function of the number of the averaging step, which begins at 1."""
 
 
 class ModelAverages:
@@ -89,6 +88,21 @@ class SwappedModels:
         self.averages: WeakKeyDictionary[torch.nn.Module, ExponentialMovingAverage] = WeakKeyDictionary()
 
 
+@dataclass
+class _PendingUpdate:
+    """State of one update of a model, which is complete when all optimizers of the model have stepped.
+
+    Attributes:
+        window: Number of the accumulation window in which the optimizers stepped. -1: none has stepped yet.
+        stepped_ids: `id` of each of the model's optimizers that has stepped in this window.
+        is_counted: Whether the averages already include this update.
+    """
+
+    window: int = -1
+    stepped_ids: set[int] = field(default_factory=set)
+    is_counted: bool = False
+
+
 class ExponentialMovingAverage:
     """Average of a model's trainable weights over the updates of a run, on any layout.
 
@@ -105,9 +119,9 @@ class ExponentialMovingAverage:
         every: Number of updates from one averaging step to the next. The decay is applied once per step. Default: 1.
         warmup: Whether to begin with a smaller decay: min(decay, (1 + n) / (10 + n)) in averaging step n. Default:
             False.
-        dtype: Dtype of the averages. None: dtype of the parameters, but at least float32, because in half precision
-            small changes are lost.
-        device: Device of the averages, such as "cpu" for host memory. None: device of the parameters.
+        dtype: Dtype of the averages. None (the default): dtype of the parameters, but at least float32, because in half
+            precision small changes are lost.
+        device: Device of the averages, such as "cpu" for host memory. None (the default): device of the parameters.
         buffers: "copy" to evaluate with the model's own buffers, or "average" to average floating-point buffers like
             the weights. Default: "copy".
         name: Name of the average for `save_model(weights=...)`. Several averages of a model need different names.
@@ -153,9 +167,7 @@ class ExponentialMovingAverage:
             raise ConfigError(
                 f"ExponentialMovingAverage got a {type(model).__name__}; give the model, not its parameters"
             )
-        _check_decay(decay, warmup)
-        _check_count("update_after", update_after, 0)
-        _check_count("every", every, 1)
+        self._schedule = AveragingSchedule(decay, update_after, every, has_warmup=warmup)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
             raise ConfigError(f"dtype={dtype!r}; give a floating-point dtype, such as torch.float32, or None")
         if buffers not in ("copy", "average"):
@@ -164,25 +176,17 @@ class ExponentialMovingAverage:
             )
         self.model: torch.nn.Module = _unwrap_model(model)
         self.name = name
-        self._decay = decay
-        self._has_warmup = warmup
-        self._update_after = update_after
-        self._every = every
         self.dtype = dtype
         self._tensors = AveragedTensors(
             self.model, dtype, None if device is None else torch.device(device), buffers == "average"
         )
-        self._num_updates = 0
-        self._num_averaged = 0
         self._exchange: WeightExchange | None = None  # while the model contains the averages
         # The run that trains the model
         self._step: TrainingStep | None = None
         self._hooked_runs: WeakSet[Run] = WeakSet()  # runs whose hooks call this object
-        self._trains_model_cache: dict[int, tuple[int, bool]] = {}  # by `id` of the optimizer, see `_trains_model`
-        # The update for which some of the model's optimizers have stepped
-        self._stepped_ids: set[int] = set()  # `id` of each optimizer that has stepped in the window
-        self._window = -1  # number of the accumulation window; -1: none
-        self._is_update_pending = False
+        # Results of `_trains_model`: pairs of (number of the optimizer's parameters, whether it trains the model).
+        self._trains_model_cache: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = WeakKeyDictionary()
+        self._pending = _PendingUpdate()
         scope.get_or_create(ModelAverages).add(self)
         step = self._find_step()
         if step is not None:
@@ -192,8 +196,8 @@ class ExponentialMovingAverage:
 
     def __repr__(self) -> str:
         return (
-            f"ExponentialMovingAverage({type(self.model).__name__}, decay={self._decay!r}, "
-            f"update_after={self._update_after}, every={self._every}, num_updates={self.num_updates})"
+            f"ExponentialMovingAverage({get_class_name(self.model)}, decay={self._schedule.decay!r}, "
+            f"update_after={self._schedule.update_after}, every={self._schedule.every}, num_updates={self.num_updates})"
         )
 
     # ---------------------------------------------------------------- the run
@@ -223,11 +227,11 @@ class ExponentialMovingAverage:
             raise ConfigError(f"the model has an average called {self.name!r} already; give this one another name=")
         self._step = step
         self._adapt_averages()
-        if not self._num_updates:
+        if not self._schedule.num_updates:
             # prepare() gives all ranks the weights of rank 0 or of a checkpoint, and an average begins with the weights.
             self._tensors.move_toward_weights(0.0)
         self._trains_model_cache.clear()
-        self._forget_window()
+        self._pending = _PendingUpdate()  # the steps were those of another run
         if run not in self._hooked_runs:
             self._hooked_runs.add(run)
             hooks = run.hooks
@@ -251,12 +255,12 @@ class ExponentialMovingAverage:
         The result is cached until the optimizer's number of parameters changes.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        cached_count, trains_model = self._trains_model_cache.get(id(optimizer), (-1, False))
+        cached_count, trains_model = self._trains_model_cache.get(optimizer, (-1, False))
         if cached_count != count:
             self._adapt_averages()  # adapters and unfrozen layers are usually added as parameter groups
             ids = self._tensors.parameter_ids
             trains_model = any(id(parameter) in ids for parameter in iterate_parameters(optimizer))
-            self._trains_model_cache[id(optimizer)] = count, trains_model
+            self._trains_model_cache[optimizer] = count, trains_model
         return trains_model
 
     def _list_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -276,13 +280,11 @@ class ExponentialMovingAverage:
         """
         if step is not self._step or not self._trains_model(optimizer):
             return
-        if window != self._window or id(optimizer) in self._stepped_ids:
+        if window != self._pending.window or id(optimizer) in self._pending.stepped_ids:
             self._finish_update()  # the previous one, which not all optimizers have taken part in
-            self._window = window
-            self._stepped_ids.clear()
-            self._is_update_pending = True
-        self._stepped_ids.add(id(optimizer))
-        if all(id(each) in self._stepped_ids for each in self._list_optimizers()):
+            self._pending = _PendingUpdate(window)
+        self._pending.stepped_ids.add(id(optimizer))
+        if all(id(each) in self._pending.stepped_ids for each in self._list_optimizers()):
             self._finish_update()
 
     def _prepare_micro_batch(self, step: TrainingStep) -> None:
@@ -310,15 +312,9 @@ class ExponentialMovingAverage:
 
     def _finish_update(self) -> None:
         """Count the update that optimizers have reported, unless it has been counted already."""
-        if self._is_update_pending:
-            self._is_update_pending = False
+        if self._pending.stepped_ids and not self._pending.is_counted:
+            self._pending.is_counted = True
             self._count_update()
-
-    def _forget_window(self) -> None:
-        """Forget which optimizers have stepped, because the run or its state has been replaced."""
-        self._is_update_pending = False
-        self._window = -1
-        self._stepped_ids.clear()
 
     # ---------------------------------------------------------------- averaging
 
@@ -326,7 +322,7 @@ class ExponentialMovingAverage:
     def num_updates(self) -> int:
         """Number of updates of the model since the average was created, including those before a resume."""
         self._finish_update()
-        return self._num_updates
+        return self._schedule.num_updates
 
     def list_tensors(self) -> list[torch.Tensor]:
         """Return the averages of this rank's shards, without their names."""
@@ -334,9 +330,9 @@ class ExponentialMovingAverage:
 
     @property
     def num_averaged(self) -> int:
-        """Number of averaging steps so far."""
+        """Number of averaging steps so far, one for every `every` updates after `update_after` updates."""
         self._finish_update()
-        return self._num_averaged
+        return self._schedule.num_averaged
 
     def update(self) -> None:
         """Update the averages if the model has been updated since the last call.
@@ -361,33 +357,14 @@ class ExponentialMovingAverage:
             self.attach(step)
 
     def _count_update(self) -> None:
-        """Count one update, and take an averaging step if one is due."""
-        self._num_updates += 1
-        num_since_start = self._num_updates - self._update_after
-        if num_since_start == 0:
-            self._tensors.move_toward_weights(0.0)  # averaging begins with the current weights
-        elif num_since_start > 0 and num_since_start % self._every == 0:
-            self._num_averaged += 1
-            self._tensors.move_toward_weights(self._get_decay(self._num_averaged))
-
-    def _get_decay(self, number: int) -> float:
-        """Return the decay of an averaging step.
-
-        Args:
-            number: Number of the step, 1 for the first.
+        """Count one update, and take an averaging step if one is due.
 
         Raises:
             ConfigError: If the function for the decay returns something other than a number from 0 to 1.
         """
-        if self._decay == "mean":
-            return (number - 1) / number
-        if callable(self._decay):
-            decay = float(self._decay(number))
-            if not 0 <= decay <= 1:
-                raise ConfigError(f"the function for the decay returned {decay!r} for step {number}; allowed: 0 to 1")
-            return decay
-        decay = float(self._decay)
-        return min(decay, (1 + number) / (10 + number)) if self._has_warmup else decay
+        decay = self._schedule.count_update()
+        if decay is not None:
+            self._tensors.move_toward_weights(decay)
 
     def _adapt_averages(self) -> None:
         """Create missing averages with the current weights as values, and adapt existing ones to the current layout."""
@@ -476,7 +453,7 @@ class ExponentialMovingAverage:
 
     def _iterate_started_pairs(self) -> Iterator[list[WeightPair]]:
         """Yield the pairs of weights and averages, or nothing while the averages still equal the weights."""
-        if self._num_updates >= self._update_after:
+        if self._schedule.has_begun:
             yield from self._tensors.iterate_pairs()
 
     def _prepare_swap(self) -> None:
@@ -515,7 +492,7 @@ class ExponentialMovingAverage:
         average = scope.get_or_create(SwappedModels).averages.get(self.model)
         if average is not None:
             raise StateError(
-                f"cannot {action}: {type(self.model).__name__} holds the averaged weights of {average.name!r}. Leave the "
+                f"cannot {action}: {get_class_name(self.model)} holds the averaged weights of {average.name!r}. Leave the "
                 "swap_weights() block first"
             )
 
@@ -534,13 +511,13 @@ class ExponentialMovingAverage:
         self._attach_to_run()
         self._finish_update()
         self._adapt_averages()
-        if self._num_updates < self._update_after:
+        if not self._schedule.has_begun:
             self._tensors.move_toward_weights(0.0)
         return {
             "name": self.name,
-            "num_updates": self._num_updates,
-            "num_averaged": self._num_averaged,
-            **self._describe_profile(),
+            "num_updates": self._schedule.num_updates,
+            "num_averaged": self._schedule.num_averaged,
+            **self._schedule.describe_profile(),
             "average": dict(self._tensors.export(self._get_strategy())),
         }
 
@@ -562,20 +539,13 @@ class ExponentialMovingAverage:
             StateError: If the model holds averaged weights.
             CheckpointError: If the files cannot be written.
         """
-        if not isinstance(self._decay, PowerDecay):
+        if not isinstance(self._schedule.decay, PowerDecay):
             raise ConfigError(
-                f"save_snapshot() needs an average with decay=headway.PowerDecay(...), this one has decay={self._decay!r}; "
+                f"save_snapshot() needs an average with decay=headway.PowerDecay(...), this one has decay={self._schedule.decay!r}; "
                 f"write its averages with accelerator.save_model(model, folder, weights={self.name!r})"
             )
         if not is_dry_run():  # averages in a forecast have no values
             write_snapshot(folder, self.state_dict(), self.run)
-
-    def _describe_profile(self) -> dict[str, Any]:
-        """Return the settings that determine the weights of a `PowerDecay`, or an empty dict for other decays."""
-        if not isinstance(self._decay, PowerDecay):
-            return {}
-        width = float(self._decay.sigma_rel)
-        return {"sigma_rel": width, "update_after": self._update_after, "every": self._every}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned under any layout.
@@ -595,7 +565,7 @@ class ExponentialMovingAverage:
                 f"the saved average is called {state['name']!r}, this one {self.name!r}; create several averages in the order in "
                 "which they were created for the saved run"
             )
-        profile = self._describe_profile()
+        profile = self._schedule.describe_profile()
         saved_profile = {key: state.get(key) for key in profile}
         if state["num_averaged"] and saved_profile != profile:
             raise StateError(
@@ -609,9 +579,9 @@ class ExponentialMovingAverage:
             for name, values in saved.items():
                 if name in targets:
                     copy_saved_average(targets[name], values)
-        self._forget_window()
-        self._num_updates = int(state["num_updates"])
-        self._num_averaged = int(state["num_averaged"])
+        self._pending = _PendingUpdate()  # the steps were those of the replaced state
+        self._schedule.num_updates = int(state["num_updates"])
+        self._schedule.num_averaged = int(state["num_averaged"])
 
 
 def holds_averages(run: Run) -> bool:
@@ -644,7 +614,7 @@ def get_swap_function(
             return average.swap_weights
     names = ", ".join(repr(average.name) for average in averages)
     raise ConfigError(
-        f"weights={name!r}: {type(model).__name__} has {f'the averages {names}' if names else 'no average'}; create "
+        f"weights={name!r}: {get_class_name(model)} has {f'the averages {names}' if names else 'no average'}; create "
         f"headway.ExponentialMovingAverage(model, name={name!r}) before the training"
     )
 
@@ -661,25 +631,6 @@ def _restore_trained_weights(objects: Iterable[Any]) -> Iterator[None]:
             if isinstance(each, ExponentialMovingAverage):
                 blocks.enter_context(each.restore_weights())
         yield
-
-
-# -------------------------------------------------------------------- arguments
-
-
-def _check_decay(decay: Any, has_warmup: bool) -> None:
-    if isinstance(decay, str) and decay != "mean":
-        raise ConfigError(f"decay={decay!r}; allowed: a number from 0 to 1, 'mean', or a function of the step's number")
-    if not callable(decay) and not isinstance(decay, str):
-        is_number = isinstance(decay, int | float) and not isinstance(decay, bool) and math.isfinite(decay)
-        if not is_number or not 0 <= decay <= 1:
-            raise ConfigError(f"decay={decay!r}; give a number from 0 to 1, such as 0.999, 'mean' or a function")
-    if has_warmup and (callable(decay) or isinstance(decay, str)):
-        raise ConfigError("warmup=True needs a number as decay; let your function return the decay of each step itself")
-
-
-def _check_count(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"{name}={value!r}; give a number of updates, {minimum} or more")
 
 
 def _unwrap_model(model: torch.nn.Module) -> torch.nn.Module:

@@ -2,301 +2,25 @@
 
 A window is run again after a non-finite loss or gradient. The loader returns the window's batches once more. RNG states
 and buffers are restored to the beginning of the window. So the loop's own code runs again, but no update is made from
-it. Meanwhile a `TorchDispatchMode` checks each operation of forward and backward. Each non-finite value is labeled with
-its origin. The origin is an operation that created the value from finite inputs, a weight, or a tensor from outside the
-model, such as the batch. The label is dropped if the value becomes finite again, as -inf does in a softmax. If an inf
-was written on purpose (`masked_fill` and similar), the operation that turned it into NaN is the origin.
-
-Hooks on all modules show which module is running. An operation in backward is assigned to the module whose call created
-the operation's autograd node, which is found by autograd's sequence numbers. The operation is also assigned to the
-source line that anomaly mode has recorded for the node.
+it. Meanwhile `OperationTracer` checks each operation of forward and backward.
 """
 
-import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as hooks
 
-from headway.common.callsite import Frame, is_user_file, walk_stack
 from headway.core.data.loader import PreparedLoader
-from headway.core.runtime.collectives.tree import find_batch_size, list_tensors
-from headway.core.strategies.fully_sharded.dtensors import get_local_shard
+from headway.core.runtime.collectives.tree import find_batch_size
 from headway.core.training.interfaces import NanOrigin, OriginSearch
-from headway.core.training.prepared.objects import PreparedObjects
 from headway.core.training.run import Run
 from headway.core.training.windows import AccumulationWindow
-from headway.extras._torch import TorchDispatchMode, current_autograd_node, disable_current_modes, get_sequence_number
+from headway.extras.operation_tracer import OperationTracer
 from headway.extras.replay.snapshot import BatchSnapshot
 from headway.log import get_logger
 
 log = get_logger(__name__)
-
-_MAX_ROWS = 8
-"""Maximum number of batch rows that an origin lists."""
-# Parts of the names of operations with which scripts write an inf on purpose, for example to mask attention scores.
-_ON_PURPOSE = ("fill", "full", "where", "scatter", "index_put", "masked", "triu", "tril", "scalar_tensor", "lift")
-# These operations only write to their first argument, so its old values do not matter.
-_OVERWRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_")
-_TORCH_FOLDER = torch.__file__.removesuffix("__init__.py")
-"""Directory of the torch package, whose source lines are never reported as the user's.
-
-It can be outside of the directory of this Python environment.
-"""
-_TRACEBACK_LINE = re.compile(r'\s*File "(.*)", line (\d+), in (\S+)')
-"""Line of a stack that anomaly mode has recorded for an autograd node."""
-
-
-class _ModuleCall(NamedTuple):
-    """Call of a module, as the range of the sequence numbers of the autograd nodes that it created.
-
-    Attributes:
-        name: Name of the module.
-        start: First sequence number.
-        end: Sequence number after the last one. 0 while the call is in progress.
-    """
-
-    name: str
-    start: int
-    end: int = 0
-
-
-class OperationTracer(TorchDispatchMode):
-    """Dispatch mode that checks the result of each operation, and labels non-finite values with their origin.
-
-    Args:
-        prepared: Registry of the prepared models, from which origins get the names of modules and weights.
-        rank: Rank of this process.
-
-    Attributes:
-        num_rows: Number of rows in the current batch, set by the caller. 0: unknown.
-        loss_origin: Origin of a loss that was not finite, or None.
-        backward_origin: Origin of the first non-finite value in a backward pass, or None.
-    """
-
-    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._rank, self.num_rows = rank, 0
-        has_several = len(prepared.models) > 1
-        self._module_names: dict[int, str] = {}  # by `id` of the module
-        # The keys of the following dicts identify storages: see `_get_storage_key`.
-        self._weight_names: dict[int, str] = {}
-        self._input_modules: dict[int, str] = {}  # name of the outermost module that got the tensor as an argument
-        self._labels: dict[int, tuple[StorageWeakRef, NanOrigin]] = {}  # the reference keeps the key from being reused
-        for number, model in enumerate(prepared.reshard_models()):
-            label = f"model {number} ({type(model).__name__})" if has_several else f"the model ({type(model).__name__})"
-            for name, each in model.named_modules():
-                self._module_names.setdefault(id(each), name or label)
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                self._weight_names[_get_storage_key(tensor)] = name
-        self._calls: list[_ModuleCall] = []  # in progress, outermost first
-        self._ended_calls: list[_ModuleCall] = []
-        self.loss_origin: NanOrigin | None = None
-        self.backward_origin: NanOrigin | None = None
-        self._block = ExitStack()
-
-    def __enter__(self) -> Any:
-        """Start checking results: register hooks on all modules, and enable autograd's anomaly mode."""
-        anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-        self._block.callback(anomaly.__exit__)
-        self._block.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
-        self._block.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop checking operations, remove the hooks and end anomaly mode."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._block.close()
-
-    # ---------------------------------------------------------------- modules
-
-    def _enter_module(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        name = self._module_names.get(id(module), type(module).__name__)
-        if not self._calls:
-            for tensor in filter(_has_values, list_tensors(args)):
-                self._input_modules.setdefault(_get_storage_key(tensor), name)
-        self._calls.append(_ModuleCall(name, get_sequence_number()))
-        for own_name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if _has_values(tensor) and not _is_finite(tensor):
-                is_root = " " in name  # "the model (Net)", which is no prefix of its parameters' names
-                full_name = own_name if is_root else f"{name}.{own_name}"
-                self._label_tensor(tensor, NanOrigin("weight", full_name, "", "", (), self._rank))
-
-    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._calls:
-            self._ended_calls.append(self._calls.pop()._replace(end=get_sequence_number()))
-
-    def _find_module(self, node: Any) -> str:
-        """Return the name of the innermost module that is running, or "" if there is none.
-
-        Args:
-            node: Autograd node whose backward is running, or None in forward. If no module is running, the result is
-                the module whose forward created the node.
-        """
-        if self._calls:
-            return self._calls[-1].name
-        if node is None:
-            return ""
-        number = node._sequence_nr()
-        around = [call for call in self._ended_calls if call.start <= number < call.end]
-        # The innermost call is the shortest. Of calls with equal length, it ended first, and `min` returns the first.
-        return min(around, key=lambda call: call.end - call.start).name if around else ""
-
-    # ---------------------------------------------------------------- operations
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and label its non-finite results with their origin.
-
-        Operations that are not torch's own (aten, prims), or that create uninitialized tensors, are not checked.
-        """
-        kwargs = kwargs or {}
-        name = func._schema.name.rpartition("::")[2]
-        if func.namespace not in ("aten", "prims") or name.startswith(("empty", "new_empty")):
-            return func(*args, **kwargs)
-        inputs = [each for each in list_tensors([args, kwargs]) if _has_values(each)]
-        if name in _OVERWRITTEN:
-            inputs = inputs[1:]
-        # An operation can change its inputs, so they are checked first.
-        bad_inputs = [each for each in inputs if not _is_finite(each)]
-        input_origins = [self._find_origin(each) for each in bad_inputs]
-        has_nan_input = any(_has_nan(each) for each in bad_inputs)
-        result = func(*args, **kwargs)
-        input_keys = {_get_storage_key(each) for each in inputs}
-        for output in filter(_has_values, list_tensors(result)):
-            key = _get_storage_key(output)
-            if key in input_keys and not func._schema.is_mutable:
-                continue  # a view
-            if _is_finite(output):
-                self._labels.pop(key, None)
-                continue
-            # An inf that was written on purpose is an origin only if it has already become NaN.
-            origin = next((each for each in input_origins if has_nan_input or not _is_on_purpose(each)), None)
-            if origin is None and (not input_origins or _has_nan(output)):
-                origin = self._describe_origin(func, name, output, inputs)
-            elif origin is None:
-                origin = input_origins[0]  # still an inf that was written on purpose
-            self._label_tensor(output, origin)
-            if self.backward_origin is None and current_autograd_node() is not None:
-                self.backward_origin = origin
-        return result
-
-    def _describe_origin(self, func: Any, name: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> NanOrigin:
-        """Return the origin of a non-finite result that an operation has created from good inputs.
-
-        Args:
-            func: Operation.
-            name: Name of the operation, without namespace and overload.
-            output: Result of the operation.
-            inputs: Inputs of the operation. If no bad rows are found in the result, they are looked for in the inputs.
-        """
-        node = current_autograd_node()
-        phase = "forward" if node is None else "backward"
-        operation = f"{func.namespace}.{name}" + (f" in {node.name()}" if node is not None else "")
-        rows = next(filter(None, map(self._find_bad_rows, (output, *inputs))), ())
-        return NanOrigin(phase, operation, self._find_module(node), _find_user_line(node), rows, self._rank)
-
-    def _find_origin(self, tensor: torch.Tensor) -> NanOrigin:
-        """Return the origin of a tensor's non-finite values.
-
-        If the tensor has no label, it gets one: "weight" for a parameter or buffer, "input" for an argument of an
-        outermost module call, such as the batch, and "elsewhere" for any other tensor.
-        """
-        key = _get_storage_key(tensor)
-        if key in self._labels:
-            _, origin = self._labels[key]
-            return origin
-        node, rows = current_autograd_node(), self._find_bad_rows(tensor)
-        if key in self._weight_names:
-            origin = NanOrigin("weight", self._weight_names[key], "", "", (), self._rank)
-        elif key in self._input_modules:
-            origin = NanOrigin("input", self._input_modules[key], "", "", rows, self._rank)
-        else:
-            origin = NanOrigin("elsewhere", "", self._find_module(node), _find_user_line(node), rows, self._rank)
-        self._label_tensor(tensor, origin)
-        return origin
-
-    def _label_tensor(self, tensor: torch.Tensor, origin: NanOrigin) -> None:
-        storage = get_local_shard(tensor).untyped_storage()
-        self._labels[storage._cdata] = StorageWeakRef(storage), origin  # type: ignore[no-untyped-call]
-
-    def _find_bad_rows(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return the indices of the first few batch rows (samples) that have non-finite entries in a tensor.
-
-        Return no indices if the number of rows is unknown, or the tensor's first dimension is not a multiple of it.
-        """
-        local, num_rows = get_local_shard(tensor), self.num_rows
-        if not num_rows or not local.ndim or local.shape[0] % num_rows or _is_finite(tensor):
-            return ()
-        # The first dimension can also be rows times tokens.
-        is_bad = ~torch.isfinite(local.detach()).reshape(num_rows, -1).all(1)
-        return tuple(is_bad.nonzero().flatten().tolist()[:_MAX_ROWS])
-
-    def find_gradient_origin(self, parameters: Sequence[torch.Tensor]) -> NanOrigin | None:
-        """Return the origin of a non-finite gradient of these parameters, or None if there is none.
-
-        An origin other than "elsewhere" takes precedence. The origin of the first non-finite value in backward comes
-        next, then "elsewhere".
-        """
-        keys = [_get_storage_key(each.grad) for each in parameters if each.grad is not None]
-        origins = [self._labels[key][1] for key in keys if key in self._labels]
-        for origin in origins:
-            if origin.phase != "elsewhere":
-                return origin
-        return self.backward_origin or next(iter(origins), None)
-
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """Record the origin of a loss that is not finite. Called before the backward of the loss.
-
-        Only the first such loss is recorded, in `loss_origin`.
-        """
-        with disable_current_modes():
-            if self.loss_origin is None and not _is_finite(loss):
-                self.loss_origin = self._find_origin(loss)
-
-
-def _get_storage_key(tensor: torch.Tensor) -> int:
-    """Return the number that identifies the storage of this rank's shard of a tensor while the storage exists."""
-    return int(get_local_shard(tensor).untyped_storage()._cdata)
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values on this rank that can be non-finite."""
-    local = get_local_shard(tensor)
-    has_fractions = local.is_floating_point() or local.is_complex()
-    return has_fractions and local.layout is torch.strided and not local.is_meta and local.numel() > 0
-
-
-def _has_nan(tensor: torch.Tensor) -> bool:
-    return bool(get_local_shard(tensor).isnan().any())
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(get_local_shard(tensor.detach())).all())
-
-
-def _is_on_purpose(origin: NanOrigin) -> bool:
-    """Whether a non-finite value was probably written on purpose, such as the -inf of an attention mask."""
-    return origin.phase == "forward" and any(word in origin.operation for word in _ON_PURPOSE)
-
-
-def _find_user_line(node: Any) -> str:
-    """Return the innermost source line in the user's code, or "" if there is none.
-
-    Args:
-        node: Autograd node. The line that created it is read from anomaly mode's record. None: use the current stack.
-    """
-    if node is None:
-        places = (Frame.from_frame(frame) for frame in walk_stack())
-    else:
-        matches = filter(None, map(_TRACEBACK_LINE.match, reversed(node.metadata.get("traceback_", ()))))
-        places = (Frame(match[1], int(match[2]), match[3]) for match in matches)
-    user_places = (each for each in places if is_user_file(each.file) and not each.file.startswith(_TORCH_FOLDER))
-    return str(next(user_places, ""))
-
 
 _MAX_BATCHES = 256
 """Largest number of batches of an accumulation window that are kept in memory until its update is judged."""
@@ -304,6 +28,20 @@ _TOO_LONG = (
     "this update cannot be run again to find the origin of its non-finite values, because it has more than %d batches: fewer, larger "
     "micro-batches make it possible"
 )
+
+
+class _RecordedBatch(NamedTuple):
+    """Batch of the current accumulation window.
+
+    Attributes:
+        loader: Loader that has yielded the batch.
+        batch: The batch.
+        share: This rank's share of the global batch.
+    """
+
+    loader: PreparedLoader
+    batch: Any
+    share: Any
 
 
 class WindowReplay(OriginSearch):
@@ -324,14 +62,15 @@ class WindowReplay(OriginSearch):
 
     def __init__(self, run: Run) -> None:
         self._prepared, self._windows, self._rank = run.prepared, run.windows, run.runtime.rank
-        # Triples of (loader, batch, share of the batch) of the current window, and the number of batches per loader.
-        self._recorded: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=_MAX_BATCHES)
-        self._num_fetched: Counter[PreparedLoader] = Counter()
+        self._window_batches: deque[_RecordedBatch] = deque(maxlen=_MAX_BATCHES)
+        self._num_fetched: Counter[PreparedLoader] = Counter()  # of the current window, by loader
         self._snapshot = BatchSnapshot(run.prepared, (), run.runtime.hardware, has_counts=False)
         self._loader: PreparedLoader | None = None  # loader and models of the window that is run again
         self._models: tuple[torch.nn.Module, ...] = ()
         self.is_armed = self.is_repeating = self.is_spent = False
         self.tracer: OperationTracer | None = None
+        self._seen = run.seen
+        self._seen_state: Any = None  # before the window is run again
         run.events.pass_wrappers.append(self._repeat_batches)
 
     def _repeat_batches(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
@@ -355,18 +94,24 @@ class WindowReplay(OriginSearch):
                 self._disarm()
 
     def _record_batch(self, loader: PreparedLoader, batch: Any, share: Any) -> None:
-        """Record a batch. If no window is unfinished, it begins a new one: save the state, and drop earlier batches."""
+        """Record a batch. If no window is unfinished, it begins a new one: save the state, and drop earlier batches.
+
+        Args:
+            loader: Loader that has yielded the batch.
+            batch: Batch.
+            share: This rank's share of the global batch.
+        """
         windows = self._windows
-        if windows.are_closed and not windows.is_unfinished and not windows.num_unused_reads:
-            self._recorded.clear()
+        if windows.are_closed and not windows.is_unfinished and not windows.reads.num_unused_reads:
+            self._window_batches.clear()
             self._num_fetched.clear()
             self._snapshot.save_state()
             self._snapshot.restore_gradients()  # `save_state` has moved them into the snapshot
-        self._recorded.append((loader, batch, share))
+        self._window_batches.append(_RecordedBatch(loader, batch, share))
         self._num_fetched[loader] += 1
 
-    def _list_batches(self, loader: PreparedLoader) -> list[tuple[Any, Any]]:
-        return [(batch, share) for source, batch, share in self._recorded if source is loader]
+    def _list_batches(self, loader: PreparedLoader) -> list[_RecordedBatch]:
+        return [each for each in self._window_batches if each.loader is loader]
 
     def _replay_batches(self) -> Iterator[Any]:
         """Restore the state from the beginning of the window, and yield its batches while operations are traced.
@@ -375,11 +120,12 @@ class WindowReplay(OriginSearch):
         """
         assert self._loader is not None
         batches = self._list_batches(self._loader)
-        self._recorded.clear()
+        self._window_batches.clear()
+        self._seen_state = self._seen.snapshot()
         self._snapshot.restore()
         self.tracer = OperationTracer(self._prepared, self._rank)
         self.tracer.__enter__()
-        for batch, share in batches:
+        for _, batch, share in batches:
             if self.tracer is not None:
                 self.tracer.num_rows = share.num_rows or find_batch_size(batch) or 0
                 yield batch, share._replace(num_samples=0)
@@ -387,6 +133,8 @@ class WindowReplay(OriginSearch):
     def _disarm(self) -> None:
         """End the replay, if it has not ended yet, and let the loader continue."""
         self.end_replay()
+        if self.is_repeating:
+            self._seen.restore(self._seen_state)  # the script has counted the tokens of the repeated batches again
         self.is_armed, self.is_repeating, self._loader = False, False, None
 
     def arm_replay(self, window: AccumulationWindow) -> bool:
@@ -402,7 +150,7 @@ class WindowReplay(OriginSearch):
         if self.is_armed:
             return True
         was_spent, self.is_spent = self.is_spent, True
-        loader = self._windows.loader
+        loader = self._windows.reads.loader
         batches = [] if loader is None else self._list_batches(loader)
         if was_spent or loader is None or not batches:
             return False

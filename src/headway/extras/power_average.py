@@ -22,10 +22,10 @@ MAX_WIDTH = 1 / math.sqrt(12)
 class PowerDecay:
     """Decay of a power-function average, for `ExponentialMovingAverage(model, decay=PowerDecay(0.05))`.
 
-    The average covers a constant fraction of the run. Each averaging step's state has a weight, and after t steps, the
-    standard deviation of the step number under these weights is `sigma_rel` * t. The states from before the first
-    averaging step have no weight.
-    `headway.reconstruct_average` combines snapshots of such averages into an average of another width.
+    The average covers a constant fraction of the run (Karras et al. 2023, arXiv 2312.02696). Each averaging step's state
+    has a weight, and after t steps, the standard deviation of the step number under these weights is `sigma_rel` * t.
+    The states from before the first averaging step have no weight. `headway.reconstruct_average` combines snapshots of
+    such averages into an average of another width.
 
     Args:
         sigma_rel: Relative width, more than 0 and at most 0.2886. Typical widths are 0.05 and 0.1. At the largest
@@ -36,6 +36,10 @@ class PowerDecay:
 
     Raises:
         ConfigError: If the width is not allowed.
+
+    Example::
+
+        averages = [ExponentialMovingAverage(model, PowerDecay(width), name=f"ema_{width}") for width in (0.05, 0.1)]
     """
 
     sigma_rel: float

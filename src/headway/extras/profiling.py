@@ -66,6 +66,7 @@ def _list_activities() -> dict[str, torch.profiler.ProfilerActivity]:
 
 
 def _export_trace(profiler: torch.profiler.profile, path: Path) -> None:
+    """Write the trace to `path`, and a table of the operations to a `.txt` file next to it. Failures are only logged."""
     try:
         profiler.export_chrome_trace(str(path))
         averages = profiler.key_averages()

@@ -52,14 +52,24 @@ class _CombinedTensor:
         self.dtype = dtype if dtype is not None and newest.dtype.is_floating_point else newest.dtype
 
     def assemble(self) -> torch.Tensor:
-        """Return the full tensor, combined from the snapshots."""
+        """Return the full tensor, combined from the snapshots. Elements without a finite sum are those of the newest snapshot."""
         dtype = self._stored_dtype
         if dtype.is_floating_point:
             dtype = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros(self.shape, dtype=dtype)
-        for average, coefficient in self._averages:
-            average.add_to(total, self._name, coefficient)
+        total = self._combine(self._averages, dtype)
+        is_finite = total.isfinite()
+        if not is_finite.all():
+            # Coefficients can be negative, so the sum of equal infinities, as in a causal mask, can be NaN.
+            newest, _ = self._averages[-1]
+            total = torch.where(is_finite, total, self._combine([(newest, 1)], dtype))
         return total.to(self.dtype)
+
+    def _combine(self, averages: Sequence[tuple[StoredAverage, float]], dtype: torch.dtype) -> torch.Tensor:
+        """Return the sum of the averages in snapshots, each multiplied by its coefficient, as a tensor of `dtype`."""
+        total = torch.zeros(self.shape, dtype=dtype)
+        for average, coefficient in averages:
+            average.add_to(total, self._name, coefficient)
+        return total
 
 
 def reconstruct_average(
@@ -76,16 +86,17 @@ def reconstruct_average(
     An average gives each averaging step's state a weight. Its width is the standard deviation of the step number under
     these weights, as a fraction of the number of steps. During training, keep averages with `decay=PowerDecay(...)`,
     usually with widths 0.05 and 0.1, and save snapshots of them at regular intervals. Call this function in one
-    process. It holds only a few tensors in memory at a time.
+    process, without an Accelerator. It holds only a few tensors in host memory at a time. The method is post-hoc EMA
+    (Karras et al. 2023, arXiv 2312.02696).
 
     Args:
         snapshots: Folders that `ExponentialMovingAverage.save_snapshot` wrote, or checkpoints, all from one run. A
             single path is a folder that contains them. From a checkpoint, all averages with a `PowerDecay` are used.
         folder: Folder for the result, created if missing. Earlier weights in it are replaced.
         sigma_rel: Relative width of the result, more than 0 and at most 0.2886.
-        num_averaged: Number of averaging steps that the result covers. Later snapshots are not used. None: all steps up
-            to the latest snapshot.
-        dtype: Dtype of the result. None: the dtype of the averages in the latest snapshot.
+        num_averaged: Number of averaging steps that the result covers. Later snapshots are not used. None (the
+            default): all steps up to the latest snapshot.
+        dtype: Floating-point dtype of the result. None (the default): the dtype of the averages in the latest snapshot.
         max_shard_size: Largest size of a file, in bytes or as text. Default: "10GB".
 
     Returns:
@@ -102,15 +113,19 @@ def reconstruct_average(
     check_width(sigma_rel)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype={dtype!r}; give a floating-point dtype, such as torch.bfloat16, or None")
-    places = list_snapshots(snapshots) if isinstance(snapshots, str | Path) else [to_path(each) for each in snapshots]
+    if isinstance(snapshots, str | Path):
+        snapshot_folders = list_snapshots(snapshots)
+    else:
+        snapshot_folders = [to_path(each) for each in snapshots]
     folder = expand_home(folder)
-    if Path(folder).resolve() in {each.resolve() for each in places}:
+    if Path(folder).resolve() in {each.resolve() for each in snapshot_folders}:
         raise ConfigError(f"{folder} is one of the snapshots; give another folder for the result")
-    stored = [average for place in places for average in find_power_averages(place)]
-    chosen, target = _choose_averages(stored, sigma_rel, num_averaged)
-    coefficients, error = solve_coefficients(list(chosen), target)
-    averages = list(zip(chosen.values(), coefficients))
-    tensors = [(name, _CombinedTensor(name, averages, dtype)) for name in averages[-1][0].specs]
+    stored = [average for each in snapshot_folders for average in find_power_averages(each)]
+    averages_by_profile, target = _choose_averages(stored, sigma_rel, num_averaged)
+    coefficients, error = solve_coefficients(list(averages_by_profile), target)
+    averages = list(averages_by_profile.values())
+    weighted_averages = list(zip(averages, coefficients))
+    tensors = [(name, _CombinedTensor(name, weighted_averages, dtype)) for name in averages[-1].specs]
     return Reconstruction(save_weights(tensors, folder, max_shard_size), error, len(averages))
 
 
@@ -131,21 +146,21 @@ def _choose_averages(
         ConfigError: If no average can be used, `num_averaged` is not from 1 to that of the latest average, or the averages
             do not belong together.
     """
-    started = [each for each in stored if each.num_averaged]
-    if not started:
+    nonempty = [each for each in stored if each.description.num_averaged]
+    if not nonempty:
         raise ConfigError("the snapshots contain no averaging step; give snapshots from after update_after")
-    latest = max(each.num_averaged for each in started)
-    if num_averaged is not None and (type(num_averaged) is not int or not 1 <= num_averaged <= latest):
+    nonempty.sort(key=lambda each: each.description.num_averaged)
+    first, latest = nonempty[0].description.num_averaged, nonempty[-1].description.num_averaged
+    if num_averaged is None:
+        num_averaged = latest
+    elif type(num_averaged) is not int or not 1 <= num_averaged <= latest:
         raise ConfigError(f"num_averaged={num_averaged!r}; the snapshots allow 1 to {latest}, or None for the latest")
-    target = Profile(sigma_rel, latest if num_averaged is None else num_averaged)
-    chosen = sorted(
-        (each for each in started if each.num_averaged <= target.num_averaged), key=lambda each: each.num_averaged
-    )
-    if not chosen:
-        first = min(each.num_averaged for each in started)
+    if num_averaged < first:
         raise ConfigError(f"num_averaged={num_averaged}; the first snapshot is that of averaging step {first}")
-    _check_match(chosen)
-    return {Profile(each.sigma_rel, each.num_averaged): each for each in chosen}, target
+    usable = [each for each in nonempty if each.description.num_averaged <= num_averaged]
+    _check_match(usable)
+    averages_by_profile = {Profile(each.description.sigma_rel, each.description.num_averaged): each for each in usable}
+    return averages_by_profile, Profile(sigma_rel, num_averaged)
 
 
 def _check_match(averages: Sequence[StoredAverage]) -> None:
@@ -155,13 +170,15 @@ def _check_match(averages: Sequence[StoredAverage]) -> None:
         ConfigError: If two averages differ.
     """
     first = averages[0]
+    first_description = first.description
     for each in averages[1:]:
+        description = each.description
         for key in ("update_after", "every"):
-            first_value, other_value = getattr(first, key), getattr(each, key)
+            first_value, other_value = getattr(first_description, key), getattr(description, key)
             if first_value != other_value:
                 raise ConfigError(
-                    f"the average {first.name!r} in {first.source} has {key}={first_value}, and {each.name!r} in "
-                    f"{each.source} {other_value}; combine averages of the same updates"
+                    f"the average {first_description.name!r} in {first.source} has {key}={first_value}, and "
+                    f"{description.name!r} in {each.source} {other_value}; combine averages of the same updates"
                 )
         differing = sorted(
             name
@@ -173,8 +190,8 @@ def _check_match(averages: Sequence[StoredAverage]) -> None:
                 f"the averages in {first.source} and {each.source} differ in the tensors {', '.join(differing[:3])}; combine "
                 "snapshots of one run"
             )
-        if first.num_updates != each.num_updates and first.source == each.source:
+        if first_description.num_updates != description.num_updates and first.source == each.source:
             raise ConfigError(
-                f"the averages {first.name!r} and {each.name!r} in {each.source} began at different updates; combine averages "
-                "that were created together"
+                f"the averages {first_description.name!r} and {description.name!r} in {each.source} began at different "
+                "updates; combine averages that were created together"
             )

@@ -18,9 +18,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from headway.core.runtime import process
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
+from headway.core.strategies.blocks import get_class_name
 from headway.core.strategies.fully_sharded.dtensors import copy_full_values
 from headway.core.training.full_weights import FullWeights
 from headway.core.training.prepared.model import PreparedShard
+from headway.core.weights.module_copy import copy_with_tensors
 from headway.errors import UnsupportedError
 from headway.extras.adapter_tensors import (
     PROMPT_ENCODERS,
@@ -102,7 +104,7 @@ def adapt_methods(model: torch.nn.Module, strategy: Strategy, runtime: ProcessRu
         runtime: Runtime of this process.
     """
     runtime.scope.get_or_create(LateAdapterCheck).register_hook()
-    replacements: dict[str, Any] = {"save_pretrained": _wrap_save(type(model).save_pretrained, strategy, runtime)}  # type: ignore[attr-defined]
+    replacements: dict[str, Any] = {"save_pretrained": wrap_save(type(model).save_pretrained, strategy, runtime)}  # type: ignore[attr-defined]
     if is_peft_model(model):
         replacements |= {method: _make_refusal(method, text, strategy.name) for method, text in _REFUSALS.items()}
         replacements["load_adapter"] = _wrap_load(type(model).load_adapter, strategy.name)  # type: ignore[attr-defined]
@@ -119,7 +121,7 @@ def _make_refusal(method: str, text: str, layout: str) -> Callable[..., Any]:
     """
 
     def raise_refusal(model: Any, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(text.format(call=f"{method}()", name=type(model).__name__, layout=layout))
+        raise UnsupportedError(text.format(call=f"{method}()", name=get_class_name(model), layout=layout))
 
     raise_refusal.__name__ = method
     return raise_refusal
@@ -144,7 +146,7 @@ def _wrap_load(load: Callable[..., Any], layout: str) -> Callable[..., Any]:
         adapter = signature.bind(model, *args, **kwargs).arguments["adapter_name"]
         if adapter not in model.peft_config:
             call = f"load_adapter(..., {adapter!r})"
-            raise UnsupportedError(_ADD_REFUSAL.format(call=call, name=type(model).__name__, layout=layout))
+            raise UnsupportedError(_ADD_REFUSAL.format(call=call, name=get_class_name(model), layout=layout))
         with _load_encoders(model):
             return load(model, *args, **kwargs)
 
@@ -175,12 +177,13 @@ def _load_encoders(model: Any) -> Iterator[None]:
 # ---------------------------------------------------------------- saving
 
 
-def _wrap_save(save: Callable[..., Any], strategy: Strategy, runtime: ProcessRuntime) -> Callable[..., Any]:
+def wrap_save(save: Callable[..., Any], strategy: Strategy, runtime: ProcessRuntime) -> Callable[..., Any]:
     """Return a class's `save_pretrained` method, wrapped so that only rank 0 writes, and writes whole tensors.
 
     If the caller passes no `state_dict`, all ranks gather the tensors that the method writes. If the caller passes one,
     ranks with an empty state dict write nothing: `get_state_dict()` returns all tensors on rank 0 and none on the other
-    ranks. A method that takes no state dict is called unchanged.
+    ranks. A method that takes no state dict, such as that of sentence-transformers, is called on a copy of the model with
+    whole tensors, because the modules in it read their own tensors.
 
     Args:
         save: Method to wrap.
@@ -193,18 +196,25 @@ def _wrap_save(save: Callable[..., Any], strategy: Strategy, runtime: ProcessRun
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind_partial(model, *args, **kwargs)
+        # `bound` nests the keyword arguments that a method accepts as **kwargs, so they are added by name.
         arguments = {**kwargs, **bound.arguments}
         state = arguments.get("state_dict")
         if isinstance(state, Mapping):
             return _save_gathered(save, model, state, args, kwargs) if state else None
         if "state_dict" not in signature.parameters and not is_peft_model(model):
-            return save(model, *args, **kwargs)
+            return _gather_and_save(
+                model,
+                arguments,
+                weights,
+                strategy,
+                lambda gathered: save(copy_with_tensors(model, gathered), *args, **kwargs),
+            )
 
-        def write_files(state: Mapping[str, torch.Tensor]) -> Any:
+        def write_files(gathered: Mapping[str, torch.Tensor]) -> Any:
             if "state_dict" not in signature.parameters:  # PEFT passes its keyword arguments on
-                return _save_gathered(save, model, state, args, {**kwargs, "state_dict": state})
-            bound.arguments["state_dict"] = state
-            return _save_gathered(save, model, state, bound.args[1:], bound.kwargs)
+                return _save_gathered(save, model, gathered, args, {**kwargs, "state_dict": gathered})
+            bound.arguments["state_dict"] = gathered
+            return _save_gathered(save, model, gathered, bound.args[1:], bound.kwargs)
 
         return _gather_and_save(model, arguments, weights, strategy, write_files)
 

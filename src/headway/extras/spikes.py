@@ -14,13 +14,13 @@ not added to the values.
 
 The gradient norm is that of reduced gradients before clipping. Replicas have it without communication. Ranks with
 shards add up their squared norms in the collective in which they agree on the update. Losses differ between ranks and
-between backward passes. The gradient of a loss above the fence is made NaN, as `finite.py`
-does for a non-finite loss. The reduction of gradients spreads the NaN to the other ranks. On an accelerator, losses are
-compared on the device, and read together with the norms.
+between backward passes. The gradient of a loss above the fence is made NaN, as `finite.py` does for a non-finite
+loss. The reduction of gradients spreads the NaN to the other ranks. On an accelerator, losses are compared on the
+device, and read together with the norms.
 
 The action "go_back" returns to an earlier state and skips the bad batches. This follows A. Chowdhery et al., PaLM
 (2022), section 5.1, who restarted from a checkpoint about 100 updates earlier. Here the state comes from a copy in
-memory (`replay/snapshot.py`).
+memory (`replay/rewind.py`).
 """
 
 import math
@@ -33,12 +33,13 @@ import torch
 
 from headway.core.config.guards import NonFinitePolicy, SpikePolicy
 from headway.core.runtime.events import RunEvent, notify_listeners, subscribe
-from headway.core.training.checks.finite import BadLosses, FiniteGuard, has_scaler
+from headway.core.training.checks.finite import FiniteGuard, has_scaler
+from headway.core.training.checks.window_records import BadLosses, RecordedLoss, WindowRecord
 from headway.core.training.run import Run
 from headway.core.training.windows import AccumulationWindow
 from headway.errors import SpikeError, UnsupportedError
 from headway.extras._torch import foreach_norm
-from headway.extras.replay.snapshot import RewindCopies, StateHolder
+from headway.extras.replay.rewind import RewindCopies, StateHolder
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -90,6 +91,7 @@ class RecentValues:
             self._compute_limit()
 
     def _insert_value(self, value: float) -> None:
+        """Add a value to the window of recent values, and remove the oldest one from a full window."""
         self._values.append(value)
         insort(self._sorted, value)
         if len(self._sorted) > self._policy.window:
@@ -159,14 +161,14 @@ class SpikeGuard(FiniteGuard):
                 "mixed_precision='bf16', or leave on_spike out"
             )
         super().__init__(on_non_finite or "skip", run)
-        self.spike_policy, self.has_own_policy = policy, on_non_finite is not None
-        self.spike_guard, self.non_finite_guard = self, self if self.has_own_policy else None
+        self.spike_policy = policy
+        self.has_own_policy = on_non_finite is not None
+        self.spike_guard = self
+        self.non_finite_guard = self if self.has_own_policy else None
         self.num_spikes = 0
         self._get_state = get_state
-        self._norms, self._losses = RecentValues(policy, (), policy.norm_fence), RecentValues(policy)
-        # The current accumulation window: the gradient norm over all ranks, and this rank's losses
-        self._norm = math.nan
-        self._new_losses: list[float] = []
+        self._norms = RecentValues(policy, fence=policy.norm_fence)
+        self._losses = RecentValues(policy)
         self._added_window = -1  # number of the last window whose values were added
         self._num_spikes_in_row = 0
         self._num_updates_since_spike = 0
@@ -188,7 +190,8 @@ class SpikeGuard(FiniteGuard):
         Recent losses and norms are kept until the values of a checkpoint replace them.
         """
         super().reset_state()
-        self._new_losses, self._added_window, self._num_spikes_in_row, self._num_updates_since_spike = [], -1, 0, 0
+        self._added_window = -1
+        self._num_spikes_in_row = self._num_updates_since_spike = 0
         if self._rewind is not None:
             self._rewind.drop_copies()
 
@@ -204,22 +207,23 @@ class SpikeGuard(FiniteGuard):
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """Check a loss, and return it. If the loss is above the limit, the result's backward produces NaN gradients."""
-        detached, limit = loss.detach(), self._losses.limit
         if self._search is not None and self._search.is_repeating:  # the batch is only run again to find a NaN
             return super().watch(loss)
+        detached, limit = loss.detach(), self._losses.limit
+        watched = super().watch(loss)
         if detached.device.type != "cpu":
-            watched = super().watch(loss)
             # Compare on the device, so that the host does not wait. `_read_norm` reads the loss later.
             return watched if limit == math.inf else watched * torch.where(detached <= limit, 1.0, math.nan)
-        value = detached.item()
+        window = self._windows.current
+        record, value = self._get_record(window), detached.item()
         if value <= limit or not math.isfinite(value):
-            self._new_losses.append(value)
-            return super().watch(loss)
-        super().watch(loss)
-        self._record.losses.append((self._windows.current.num_done, detached))
+            record.new_losses.append(value)
+            return watched
+        record.losses.append(RecordedLoss(window.num_done, detached))
         return loss * math.nan
 
     def _is_good_loss(self, loss: float) -> bool:
+        """Whether a loss is finite and not a spike."""
         return math.isfinite(loss) and loss <= self._losses.limit
 
     def before_clip(
@@ -228,27 +232,34 @@ class SpikeGuard(FiniteGuard):
         """Record the norm of gradients before they are clipped, and return it as a tensor, or None if unknown.
 
         If gradients are sharded, also record this rank's squared norm.
+
+        Args:
+            window: Accumulation window of the gradients.
+            parameters: Parameters whose gradients are clipped.
+            norm_type: Order of the norm, such as 2.
         """
         norm = super().before_clip(window, parameters, norm_type)
         if not self._has_full_gradients:
-            self._record.shards.squares.append(self._compute_own_square(parameters))
+            self._get_record(window).shards.squares.append(self._compute_own_square(parameters))
         return norm
 
     # ---------------------------------------------------------------- the decision
 
-    def _is_good(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return super()._is_good(parameters) and not self._norm > self._norms.limit
+    def _are_gradients_good(self, record: WindowRecord, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradients of all ranks are finite, and their norm is not a spike. Every rank must call it."""
+        return super()._are_gradients_good(record, parameters) and not record.grad_norm > self._norms.limit
 
-    def _read_norm(self, totals: dict[torch.device, list[torch.Tensor]]) -> float:
-        """Return the norm of all gradients.
+    def _read_norm(self, record: WindowRecord, totals: dict[torch.device, list[torch.Tensor]]) -> float:
+        """Record and return the norm of all gradients.
 
-        Losses that are still on a device are transferred to the host together with the norms.
+        Losses that are still on a device are transferred to the host together with the norms, and recorded too.
 
         Args:
+            record: Record of the accumulation window.
             totals: Gradient norms on each device.
         """
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for _, loss in self._record.losses:
+        for _, loss in record.losses:
             if not loss.is_cpu:
                 by_device.setdefault(loss.device, []).append(loss)
         squared_norm = 0.0
@@ -260,33 +271,36 @@ class SpikeGuard(FiniteGuard):
             else:
                 values = [tensors[0].item()]
             squared_norm += sum(norm * norm for norm in values[: len(norms)])
-            self._new_losses += values[len(norms) :]
-        self._norm = math.sqrt(squared_norm)
-        return self._norm
+            record.new_losses += values[len(norms) :]
+        record.grad_norm = math.sqrt(squared_norm)
+        return record.grad_norm
 
     def _compute_own_square(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return this rank's squared norm of the gradients of these parameters, in float64."""
+        """Return the squared L2 norm of this rank's shards of the parameters' gradients, as a float64 scalar tensor.
+
+        The norm of each gradient is computed in its own dtype, and the sum in float64. It is 0 without gradients.
+        """
         grads = [grad.detach() for grad in self._strategy.get_local_gradients(parameters) if grad.numel()]
         norms = foreach_norm(grads, 2.0) if grads else (torch.zeros(()),)
         return torch.stack([norm.double() for norm in norms]).square().sum()
 
-    def _agree_on_update(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
-        """Combine the ranks' checks of an update. Return whether no rank found a spike.
+    def _agree_on_gradients(self, is_finite: bool, record: WindowRecord, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradient shards of all ranks are finite. This is a collective, which also finds the gradient norm.
 
-        The collective also sums the squared gradient norms of all ranks. A gradient that several ranks have is
-        counted once per rank.
+        The collective sums the squared gradient norms of all ranks. A gradient that several ranks have is counted once
+        per rank.
 
         Args:
-            is_bad: Whether this rank found a spike.
+            is_finite: Whether this rank's shards are finite.
+            record: Record of the accumulation window, which gets the norm and the losses that are still on a device.
             parameters: Parameters whose gradients are checked.
         """
-        record = self._record
         # Squares that `before_clip` recorded are outdated if another backward has run since then.
         is_recorded = record.shards.squares and record.has_valid_norms
         own_squares = record.shards.squares if is_recorded else [self._compute_own_square(parameters)]
-        self._new_losses += [float(loss) for _, loss in record.losses if not loss.is_cpu]
-        num_bad, squared_norm = self._group.reduce_numbers([float(is_bad), float(sum(own_squares))])
-        self._norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan  # NaN is not >= 0
+        record.new_losses += [float(loss) for _, loss in record.losses if not loss.is_cpu]
+        num_bad, squared_norm = self._group.reduce_numbers([float(not is_finite), float(sum(own_squares))])
+        record.grad_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan  # NaN is not >= 0
         return num_bad == 0
 
     def after_step(self, window: AccumulationWindow, did_step: bool) -> None:
@@ -302,10 +316,11 @@ class SpikeGuard(FiniteGuard):
         super().after_step(window, did_step)
         if did_step and self._added_window != window.number:
             self._added_window = window.number
-            self._norms.add(self._norm)
-            for loss in self._new_losses:
+            record = self._get_record(window)
+            self._norms.add(record.grad_norm)
+            for loss in record.new_losses:
                 self._losses.add(loss)
-            self._new_losses = []
+            record.new_losses.clear()
             self._num_updates_since_spike += 1
             if self._rewind is None or self._num_updates_since_spike >= self.spike_policy.updates:
                 self._num_spikes_in_row = 0
@@ -325,28 +340,33 @@ class SpikeGuard(FiniteGuard):
     # ---------------------------------------------------------------- after a refusal
 
     def _refuse_update(
-        self, window: AccumulationWindow, bad_losses: dict[int, BadLosses], parameters: Sequence[torch.Tensor]
+        self,
+        window: AccumulationWindow,
+        record: WindowRecord,
+        bad_losses: dict[int, BadLosses],
+        parameters: Sequence[torch.Tensor],
     ) -> None:
         """Count and report a spike, and skip the update or go back to an earlier state. All ranks do the same.
 
         Args:
             window: Accumulation window of the refused update.
+            record: Record of the window.
             bad_losses: Losses above the limit, by rank. Empty: the gradient norm was too large.
             parameters: Parameters of the update.
 
         Raises:
             SpikeError: If more than `max_in_row` updates in a row had spikes.
         """
-        self._new_losses = []
+        record.new_losses.clear()
         if bad_losses:
             is_finite = all(math.isfinite(bad.loss) for bad in bad_losses.values())
         else:
-            is_finite = math.isfinite(self._norm)
+            is_finite = math.isfinite(record.grad_norm)
         if self.has_own_policy and not is_finite:
-            super()._refuse_update(window, bad_losses, parameters)
+            super()._refuse_update(window, record, bad_losses, parameters)
             return
-        if not self._record.is_counted:  # several optimizers can ask about one window
-            self._record.is_counted = True
+        if not record.is_counted:  # several optimizers can ask about one window
+            record.is_counted = True
             self.num_skipped += 1
             self.num_spikes += 1
             self._num_spikes_in_row += 1
@@ -354,7 +374,8 @@ class SpikeGuard(FiniteGuard):
         update = self._clock.num_updates + 1
         max_in_row = self.spike_policy.max_in_row
         everywhere = " on all ranks" if self._group.world_size > 1 else ""
-        reason = self._describe_spike(bad_losses)  # before an earlier state replaces the recent values
+        # Describe it before an earlier state replaces the recent values.
+        reason = self._describe_spike(bad_losses, record.grad_norm)
         restored_updates: int | None = None
         if self._num_spikes_in_row > max_in_row:
             action = "raise"
@@ -377,14 +398,14 @@ class SpikeGuard(FiniteGuard):
             update=update,
             action=action,
             losses={str(rank): f"{bad.loss} in micro-batch {bad.micro_batch}" for rank, bad in bad_losses.items()},
-            norm=None if bad_losses else f"{self._norm:.4g}",
+            norm=None if bad_losses else f"{record.grad_norm:.4g}",
             num_updates=restored_updates,
         )
         if action == "raise":
             raise SpikeError(self.report)
         log.warning("%s", self.report)
 
-    def _describe_spike(self, bad_losses: dict[int, BadLosses]) -> str:
+    def _describe_spike(self, bad_losses: dict[int, BadLosses], grad_norm: float) -> str:
         """Return the bad losses, or else the gradient norm, together with the limit that they exceed."""
         if bad_losses:
             losses = [
@@ -393,7 +414,7 @@ class SpikeGuard(FiniteGuard):
             ]
             description, recent = "; ".join(losses), self._losses
         else:
-            description, recent = f"the gradient norm was {self._norm:.4g}", self._norms
+            description, recent = f"the gradient norm was {grad_norm:.4g}", self._norms
         return (
             f"{description} (the median of the last {len(recent.values)} is {recent.median:.4g}, "
             f"the fence is at {recent.limit:.4g})"

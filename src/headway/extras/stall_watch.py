@@ -8,7 +8,7 @@ run's usual timeout. The hang watch adds the limit only while a rank's heartbeat
 """
 
 from headway.core.data.loader import LoaderEvents, PreparedLoader
-from headway.core.runtime import group, process, pulse
+from headway.core.runtime import group, heartbeat_file, process
 from headway.core.runtime.control_plane import control
 
 
@@ -56,7 +56,7 @@ class StallWatch:
             self._limit = max(self._limit, limit)
             group.extend_timeouts(self._limit)
             control.current().extend_limit(self._limit)
-        pulse.get_own_pulse().set_timeout_extension(limit)
+        heartbeat_file.get_own_file().set_timeout_extension(limit)
 
     def end_wait(self, loader: PreparedLoader) -> None:
         """Report in this rank's heartbeat that the batch has arrived, so that the rank no longer waits.
@@ -67,8 +67,8 @@ class StallWatch:
             loader: Loader that yields the batch.
         """
         if loader.stall_limit:
-            pulse.get_own_pulse().set_timeout_extension(0.0)
+            heartbeat_file.get_own_file().set_timeout_extension(0.0)
 
     def end_pass(self) -> None:
         """Report in this rank's heartbeat that the rank has stopped waiting, because a pass over a loader has ended."""
-        pulse.get_own_pulse().set_timeout_extension(0.0)
+        heartbeat_file.get_own_file().set_timeout_extension(0.0)

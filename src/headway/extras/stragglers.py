@@ -50,7 +50,7 @@ class RankPaces:
         self.latest: list[RankPace] = []
 
     def add_forward(self, forward: Any) -> None:
-        """Record the time of a forward for the next report.
+        """Record the time of a forward for the next report. Do nothing if `is_full`.
 
         Args:
             forward: Seconds, or a pair of device events at the start and end.
@@ -85,7 +85,8 @@ class RankPaces:
             factor: Multiple of the median forward time above which a rank is a straggler.
         """
         seconds_since = seconds - self._reported_seconds
-        forwards = [f for f in map(_read_seconds, self._forwards) if f is not None]
+        # Forwards that the device has not finished yet are left out.
+        forwards = [duration for duration in map(_read_seconds, self._forwards) if duration is not None]
         self._reported_at, self._forwards = num_updates, []
         if self._runtime.world_size == 1 or not forwards or seconds_since <= 0:
             return

@@ -1,109 +1,35 @@
 """Throughput of the training loop: samples, tokens, FLOPs and the time spent waiting for data.
 
-Hooks of the loader and of backward record times. This needs no communication between ranks, and the host never waits
-for a device::
-
-    fetch ------ fetched ------- backward ---- ... step, logging ... ---- fetch
-      | waiting for data | forward |                                       |
-      +----------------- a lap, counted if a backward came ----------------+
-
-Passes without a backward (evaluation) belong to no lap. On an accelerator the host runs ahead of the device. So
-rates are right over many steps, and the time spent waiting for data is an upper bound: it counts even while the
-device still has work.
-
-The peak FLOP/s of a device is the manufacturer's value for dense matrix products
-(`forecasting/device/data_sheets.py`). A device that is not in that table, such as any CPU, is measured by products of
-square matrices. The fastest product gives a lower bound of the peak. Fractions of a measured peak are comparable on one
-machine only. `PeakRate.source` distinguishes the two cases.
+Hooks of the loader and of backward record times (`lap_clock.py`). This needs no communication between ranks, and the
+host never waits for a device. On an accelerator the host runs ahead of the device. So rates are right over many steps,
+and the time spent waiting for data is an upper bound: it counts even while the device still has work.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from headway.core.data.loader import LoaderEvents, PreparedLoader
 from headway.core.runtime import events, process
-from headway.core.runtime.device import HARDWARE
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.runtime.readback import Readback
 from headway.core.training.interfaces import PeakRate, RankPace, ThroughputMeter
 from headway.core.training.step import TrainingStep
-from headway.core.training.windows import UpdateClock
+from headway.core.training.update_clock import UpdateClock
 from headway.errors import ConfigError
-from headway.extras._torch import get_current_dispatch_mode
+from headway.extras.flop_count import FlopCount
+from headway.extras.lap_clock import LapClock
+from headway.extras.peak_rate import get_peak
 from headway.extras.stragglers import RankPaces, find_stragglers
-from headway.forecasting.device.data_sheets import DATA_SHEETS
 from headway.log import get_logger
 
 log = get_logger(__name__)
 
-# Columns of `DATA_SHEETS` by dtype. float32 products can run in TF32, which has its own column.
-_COLUMNS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 3}
-_TF32_COLUMN = 2
-
-
-def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> PeakRate | None:
-    """Return the peak FLOP/s that the manufacturer states for a device.
-
-    Return None if the device or the dtype is not in the table.
-
-    Args:
-        name: Device name as the driver reports it, for example "NVIDIA H100 80GB HBM3".
-        dtype: dtype of the matrix products.
-        uses_tf32: Whether float32 products run in TF32. Default: False.
-    """
-    words = f" {name} ".replace("-", " ")
-    for device_name, teraflops in DATA_SHEETS.items():
-        # Whole words: an "L4" is no "L40", and an "A30" no "A300".
-        if f" {device_name.replace('-', ' ')} " not in words:
-            continue
-        column = _COLUMNS.get(dtype)
-        if dtype == torch.float32 and uses_tf32 and teraflops[_TF32_COLUMN]:
-            column = _TF32_COLUMN
-        peak = None if column is None else teraflops[column]
-        return None if peak is None else PeakRate(peak * 1e12, f"stated for {device_name}")
-    return None
-
-
-def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> PeakRate:
-    """Measure a device's peak FLOP/s: the highest speed that it reaches in several products of square matrices.
-
-    Args:
-        device: Device to measure.
-        dtype: dtype of the matrices.
-        seconds: Approximate duration of the measurement. At least three products are computed. Default: 0.3.
-    """
-    synchronize = HARDWARE[device.type].synchronize
-    size = 1024 if device.type == "cpu" else 4096
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    shortest, begin_time = float("inf"), time.perf_counter()
-    num_products = 0
-    while num_products < 3 or time.perf_counter() - begin_time < seconds:
-        synchronize()
-        product_time = time.perf_counter()
-        left @ right
-        synchronize()
-        shortest = min(shortest, time.perf_counter() - product_time)
-        num_products += 1
-    return PeakRate(2.0 * size**3 / shortest, "measured")
-
-
-def get_peak(device: torch.device, dtype: torch.dtype) -> PeakRate:
-    """Return the device's peak FLOP/s for products of this dtype.
-
-    The result is the manufacturer's value if known, otherwise a measured value.
-    """
-    get_name = None if device.type == "cpu" else HARDWARE[device.type].find_function("get_device_name")
-    if get_name is not None:
-        uses_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
-        stated_peak = look_up_peak(get_name(device), dtype, uses_tf32)
-        if stated_peak is not None:
-            return stated_peak
-    return measure_peak(device, dtype)
+_MIN_BAR_SECONDS = 5.0
+"""Number of measured seconds after which the average in progress bars begins anew."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +47,21 @@ class _CounterValues:
     waited: float = 0.0
     samples: float = 0.0
     tokens: float = 0.0
+
+
+@dataclass
+class _BarReadings:
+    """Earlier values of the counters, for progress bars, which must not wait for a device.
+
+    Attributes:
+        first: Values at the beginning of the time over which bars show averages.
+        complete: Latest values that include tokens.
+        pending: Newer values without tokens, and their tokens, which the device may still compute. None: no such values.
+    """
+
+    first: _CounterValues = _CounterValues()
+    complete: _CounterValues = _CounterValues()
+    pending: tuple[_CounterValues, Readback] | None = None
 
 
 class Throughput(ThroughputMeter):
@@ -164,29 +105,16 @@ class Throughput(ThroughputMeter):
         self.flops_per_sample: float | None = None
         self.flops_per_token: float | None = None
         self._step = step
-        self._active = events.active_loaders
         self._clock = clock
         self._runtime = runtime
-        self._now = now
-        self._peak: PeakRate | None = None
-        # The current lap: the time from one request for a batch to the next. Times are in seconds.
-        self._reader: PreparedLoader | None = None  # loader of the last requested batch
-        self._request_time = self._arrival_time = self._lap_start = 0.0
-        self._arrival_event: Any = None  # on a device with events
-        self._has_backward = False  # only then the lap counts
-        self._has_batch = False  # whether the requested batch has arrived
-        # Counters since the creation
-        self._seconds = self._waited = self._samples = 0.0
-        self._tokens: float | torch.Tensor = 0.0
-        self._has_tokens = False
-        # Earlier values of the counters: at the last call of `values`, in the last progress bar, and for `_read_late`
-        self._last_values = self._last_shown = self._last_late = _CounterValues()
-        self._pending_tokens: tuple[_CounterValues, Readback] | None = None  # values without tokens, and their tokens
-        # FLOP counting
-        self._should_count_flops = False  # in the next batch
-        self._is_count_invalid = False
-        self._flop_counter: Any = None
+        self._laps = LapClock(now, runtime.device, events.reads.active_loaders)
         self._paces = RankPaces(runtime, clock.num_updates)
+        self._flop_count = FlopCount()
+        self._peak: PeakRate | None = None
+        self._seen = step.run.seen
+        self._first_tokens = self._seen.tokens  # tokens that this rank had counted before the meter was created
+        self._last_values = _CounterValues()  # at the last call of `values`
+        self._bar_readings = _BarReadings()
         events.before_fetch_hooks.append(self._handle_request)
         events.after_fetch_hooks.append(self._handle_arrival)
         events.after_pass_hooks.append(self._handle_pass_end)
@@ -195,64 +123,57 @@ class Throughput(ThroughputMeter):
     # ---------------------------------------------------------------- hooks
 
     def _handle_request(self, loader: PreparedLoader) -> None:
-        """Handle a request for a batch, which ends the previous lap (the time from one request to the next)."""
-        now = self._now()
+        """Handle a request for a batch, which ends the previous lap (the time from one request to the next).
+
+        If a report to the other ranks is due, publish it. The time that this takes does not count for the next lap.
+        """
+        now = self._laps.now()
         self._end_lap(now)
-        self._reader, self._request_time, self._has_batch = loader, now, False
+        self._laps.record_request(loader, now)
         if self._paces.is_due(self._clock.num_updates, self.every):
-            self._paces.publish_pace(self._clock.num_updates, self.seconds, self._waited, self.factor)
-            self._request_time = self._now()
+            self._paces.publish_pace(self._clock.num_updates, self._laps.seconds, self._laps.waited, self.factor)
+            self._laps.postpone_request()
 
     def _handle_arrival(self, loader: PreparedLoader) -> None:
-        """Handle the arrival of the requested batch: record its time."""
-        self._arrival_time, self._has_batch = self._now(), True
-        if self._should_count_flops:
-            from torch.utils.flop_counter import FlopCounterMode
-
-            self._should_count_flops = False
-            self._flop_counter = FlopCounterMode(display=False)
-            self._flop_counter.__enter__()
-        if self._runtime.device.type != "cpu":
-            self._arrival_event = self._record_event()
+        """Handle the arrival of the requested batch: record its time, and start to count FLOPs if that was requested."""
+        self._laps.record_arrival()
+        # Under `cp`, the first forward of a model also runs checks, whose operations must not count.
+        if self._flop_count.is_requested and (self._laps.num_samples or self._ranks_per_sample == 1):
+            self._flop_count.start()
 
     def _handle_pass_end(self) -> None:
         """Handle the end or interruption of a pass over the loader, which ends the current lap.
 
         A lap is the time from one request for a batch to the next.
         """
-        self._end_lap(self._now())
-        self._has_batch = False
+        self._end_lap(self._laps.now())
+        self._laps.drop_batch()
 
     def _handle_backward(self) -> None:
-        """Handle a backward. At the first one of a batch, count the time since the batch was requested."""
-        if self._has_backward and self._has_batch:
+        """Handle a backward. At the first one of a batch, count the batch's samples, and the time since its request."""
+        if self._laps.has_counted_batch:
             return
-        now, active = self._now(), self._active
-        if self._has_backward:
+        now = self._laps.now()
+        if self._laps.has_backward:  # without a prepared loader, a lap ends at the next backward
             self._end_lap(now)
-        self._has_backward = True
-        if not self._has_batch or not active or active[-1] is not self._reader:
-            self._lap_start = now  # the batch is not from a prepared loader: its lap lasts until the next backward
-            return
-        self._lap_start = self._request_time
-        self._waited += self._arrival_time - self._request_time
-        self._samples += self._reader.num_consumed - self._reader.num_consumed_before
-        if not self._paces.is_full:
-            is_on_device = self._arrival_event is not None
-            events = self._arrival_event, self._record_event() if is_on_device else None
-            self._paces.add_forward(events if is_on_device else now - self._arrival_time)
+        forward = self._laps.record_backward(now, times_forward=not self._paces.is_full)
+        if forward is not None:
+            self._paces.add_forward(forward)
 
     def _end_lap(self, now: float) -> None:
-        if self._flop_counter is not None:
-            self._finish_counting()
-        if self._has_backward:
-            self._seconds += now - self._lap_start
-            self._has_backward = False
+        """End the current lap, and the count of FLOPs if one is running.
 
-    def _record_event(self) -> Any:
-        event = torch.Event(device=self._runtime.device, enable_timing=True)
-        event.record()
-        return event
+        Args:
+            now: Current time in seconds.
+        """
+        if self._flop_count.is_running:
+            num_rows = self._laps.num_rows
+            num_flops = self._flop_count.finish(is_usable=self._laps.has_backward and bool(num_rows))
+            if num_flops and num_rows:
+                # This rank has counted only its part of each sample that it shares with other ranks.
+                self.flops_per_sample = num_flops * self._ranks_per_sample / num_rows
+                log.info("%.4g FLOPs a sample, counted on a batch of %d", self.flops_per_sample, num_rows)
+        self._laps.end_lap(now)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -260,26 +181,32 @@ class Throughput(ThroughputMeter):
 
         It is also needed around an evaluation that does not use a prepared loader.
         """
-        was_open, begin_time = self._has_backward, self._now()
+        had_backward, begin_time = self._laps.has_backward, self._laps.now()
         self._end_lap(begin_time)
         try:
             yield
         finally:
-            now = self._now()
-            # Shift the start of a lap that is not counted yet by the length of the pause.
-            self._request_time += now - begin_time
-            self._arrival_time += now - begin_time
-            self._lap_start, self._has_backward = now, was_open
+            self._laps.resume(begin_time, had_backward)
 
-    def add(self, tokens: float | torch.Tensor) -> None:
+    def add(self, tokens: float | torch.Tensor, padding: float | torch.Tensor = 0) -> None:
         """Count tokens that this rank has processed.
+
+        Call it on every rank, before a save that follows the update on these tokens.
 
         Args:
             tokens: Number of tokens. A tensor on an accelerator is added on the device, and read when values are
                 requested.
+            padding: Number of padding tokens, which do not count as `tokens`. Only `seen` returns them. Default: 0.
+
+        Raises:
+            ConfigError: If a number is negative or not finite, or a tensor has several elements.
         """
-        self._has_tokens = True
-        self._tokens = self._tokens + (tokens.detach() if isinstance(tokens, torch.Tensor) else tokens)
+        self._seen.add_tokens(tokens, padding)
+
+    @property
+    def _tokens(self) -> int | torch.Tensor:
+        """Number of tokens that this rank has processed since the meter was created."""
+        return self._seen.tokens - self._first_tokens
 
     # ---------------------------------------------------------------- figures
 
@@ -289,8 +216,8 @@ class Throughput(ThroughputMeter):
         `samples_per_second` and `tokens_per_second` are for all data ranks together. Tokens are counted on this rank
         and multiplied by the number of data ranks. `data_wait` is the fraction of time, from 0 to 1, that this rank
         waited for data. On the main process of a run with several processes, `data_wait/rank_<n>` is this fraction on
-        rank n, as of its latest report (see `every`). `mfu` is the FLOP/s of the model on all ranks, divided by their
-        peak FLOP/s. The dict is empty if no step with a backward was completed.
+        rank n, as of its latest report (see `every`). `mfu` is the FLOP/s of the model on all ranks, divided by the
+        number of ranks times the peak FLOP/s of this rank's device. The dict is empty if no step with a backward was completed.
         """
         reading = self._read_counters()
         figures = self._compute_figures(self._last_values, reading)
@@ -306,18 +233,29 @@ class Throughput(ThroughputMeter):
         """
         return self._compute_figures(_CounterValues(), self._read_counters())
 
+    def seen(self) -> dict[str, int]:
+        """Return how much data the run has trained on since its first update, on all ranks together.
+
+        A resumed run continues the totals of its checkpoint. The keys are `num_updates`, `samples_seen`, `tokens_seen`
+        and `padding_tokens_seen`. Samples are counted if they come from a prepared loader, and tokens if `add` was
+        called. Totals of 0 are left out, except `num_updates`. Every rank must call this method, because it adds up the
+        tokens of all ranks.
+        """
+        return {"num_updates": self._clock.num_updates, **self._seen.compute_totals().to_dict()}
+
     @property
     def seconds(self) -> float:
-        """Total duration of the counted laps, in seconds.
+        """Total duration of the counted laps in seconds, including the current lap so far, without pauses.
 
-        A lap is the time between two requests for a batch. It counts only if a backward ran in it.
+        A lap is the time from one request for a batch to the next. It counts only if a backward ran in it, and then
+        entirely. If the batch is not from a prepared loader, its lap is the time from its backward to the next
+        backward.
         """
-        return self._seconds + (self._now() - self._lap_start if self._has_backward else 0.0)
+        return self._laps.seconds
 
     def _read_counters(self) -> _CounterValues:
-        return _CounterValues(
-            self.seconds, self._waited, self._samples, float(self._tokens) if self._has_tokens else 0.0
-        )
+        """Return the current values of all counters. Wait for the device if it counts tokens."""
+        return _CounterValues(self._laps.seconds, self._laps.waited, self._laps.num_samples, float(self._tokens))
 
     def _read_late(self) -> tuple[_CounterValues, bool]:
         """Return the counters' values without waiting for token counts that are still computed on the device.
@@ -327,18 +265,19 @@ class Throughput(ThroughputMeter):
         Returns:
             The values, and whether they include tokens.
         """
-        if not isinstance(self._tokens, torch.Tensor) or self._tokens.device.type == "cpu":
+        tokens_now = self._tokens
+        if not isinstance(tokens_now, torch.Tensor):
             return self._read_counters(), True
-        now = _CounterValues(self.seconds, self._waited, self._samples)
-        is_pending = False
-        if self._pending_tokens is not None:
-            earlier_values, tokens = self._pending_tokens
-            is_pending = not tokens.is_ready
-            if not is_pending:
-                self._last_late = replace(earlier_values, tokens=float(tokens.read()))
-        if not is_pending:
-            self._pending_tokens = now, Readback(self._tokens)
-        return (self._last_late, True) if self._last_late.seconds else (now, False)
+        readings = self._bar_readings
+        values_now = _CounterValues(self._laps.seconds, self._laps.waited, self._laps.num_samples)
+        if readings.pending is not None:
+            earlier_values, earlier_tokens = readings.pending
+            if earlier_tokens.is_ready:
+                readings.complete = replace(earlier_values, tokens=float(earlier_tokens.read()))
+                readings.pending = None
+        if readings.pending is None:
+            readings.pending = values_now, Readback(tokens_now)
+        return (readings.complete, True) if readings.complete.seconds else (values_now, False)
 
     def _compute_figures(self, before: _CounterValues, after: _CounterValues) -> dict[str, float]:
         """Return the throughput between two moments, under the keys of `values()` except `data_wait/rank_<n>`."""
@@ -352,31 +291,33 @@ class Throughput(ThroughputMeter):
         if tokens:
             figures["tokens_per_second"] = tokens * self._step.strategy.data_shard.count / seconds
         if self.flops_per_token is not None and tokens:
-            figures["mfu"] = self.flops_per_token * figures["tokens_per_second"] / self._sum_peaks()
+            figures["mfu"] = self.flops_per_token * figures["tokens_per_second"] / self._compute_total_peak()
         elif self.flops_per_sample is not None and samples:
-            figures["mfu"] = self.flops_per_sample * figures["samples_per_second"] / self._sum_peaks()
+            figures["mfu"] = self.flops_per_sample * figures["samples_per_second"] / self._compute_total_peak()
         figures["data_wait"] = (after.waited - before.waited) / seconds
         return figures
 
     def show_in_bars(self) -> None:
         """Show the recent throughput in all progress bars of `headway.track` in this process."""
-        if self.fact not in events.get_progress_texts():
-            events.get_progress_texts().append(self.fact)
+        if self.format_rates not in events.get_progress_texts():
+            events.get_progress_texts().append(self.format_rates)
             process.release_at_end(self._remove_from_bars)
 
     def _remove_from_bars(self) -> None:
-        if self.fact in events.get_progress_texts():
-            events.get_progress_texts().remove(self.fact)
+        """Undo `show_in_bars`."""
+        if self.format_rates in events.get_progress_texts():
+            events.get_progress_texts().remove(self.format_rates)
 
-    def fact(self) -> str:
-        """Return one line with samples per second, tokens per second and the time spent waiting for data.
+    def format_rates(self) -> str:
+        """Return one line with samples and tokens per second, `mfu` and the fraction of time spent waiting for data.
 
-        The values are averages over at least the last five seconds.
+        Unknown values are left out. The others are averages over at least the last five seconds.
         """
         reading, is_complete = self._read_late()
-        figures = self._compute_figures(self._last_shown, reading)
-        if is_complete and reading.seconds - self._last_shown.seconds > 5:
-            self._last_shown = reading
+        first = self._bar_readings.first
+        figures = self._compute_figures(first, reading)
+        if is_complete and reading.seconds - first.seconds > _MIN_BAR_SECONDS:
+            self._bar_readings.first = reading
         parts = [
             f"{figures[f'{name}_per_second']:,.0f} {name}/s"
             for name in ("samples", "tokens")
@@ -394,27 +335,18 @@ class Throughput(ThroughputMeter):
         Forward and backward are counted with torch.utils.flop_counter: matrix products, convolutions and attention,
         including those that activation checkpointing repeats. Set `flops_per_sample` instead if repeated operations
         must not count. The counted batch runs more slowly.
-        """
-        self._should_count_flops = True
 
-    def _finish_counting(self) -> None:
-        """Stop counting FLOPs at the end of a lap, and compute `flops_per_sample`. Count again if that is impossible."""
-        counter = self._flop_counter
-        assert counter is not None
-        if get_current_dispatch_mode() is not counter.mode:
-            # The caller's own dispatch mode must end first. Until then, other batches are counted, too.
-            self._is_count_invalid = True
-            return
-        self._flop_counter = None
-        counter.__exit__(None, None, None)
-        rows = None if self._reader is None else self._reader.num_rows
-        if (
-            self._is_count_invalid or not self._has_backward or not rows
-        ):  # such as an evaluation batch: try the next one
-            self._should_count_flops, self._is_count_invalid = True, False
-        elif counter.get_total_flops():
-            self.flops_per_sample = counter.get_total_flops() / rows
-            log.info("%.4g FLOPs a sample, counted on a batch of %d", self.flops_per_sample, rows)
+        Each rank counts its own operations. If several ranks share each sample (under `tp`, `cp` and `pp`), the count is
+        multiplied by their number. Operations that all of them repeat count several times. Under `pp`, the count is exact
+        only if all stages have equally many FLOPs. In these layouts, the first training batch that the meter sees is not
+        counted, because it can include checks of the model.
+        """
+        self._flop_count.is_requested = True
+
+    @property
+    def _ranks_per_sample(self) -> int:
+        """Number of ranks that share each sample: above 1 under `tp`, `cp` and `pp`."""
+        return self._runtime.world_size // self._step.strategy.data_shard.count
 
     @property
     def peak(self) -> PeakRate:
@@ -441,13 +373,21 @@ class Throughput(ThroughputMeter):
         self._peak = peak
 
     def _find_dtype(self) -> torch.dtype:
-        autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._step.precision.name)
+        """Return the dtype of the computation: that of mixed precision, or else of the first parameter.
+
+        For fp8 it is bfloat16, in which all operations except the products of converted layers run. The table has no
+        peaks for fp8.
+        """
+        autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(
+            self._step.precision.name
+        )
         if autocast_dtype is not None:
             return autocast_dtype
         parameters = self._step.prepared.list_parameters()
         return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
 
-    def _sum_peaks(self) -> float:
+    def _compute_total_peak(self) -> float:
+        """Return the FLOP/s of all ranks' devices, if they have this rank's peak."""
         return self.peak.flops_per_second * self._runtime.world_size
 
     # ---------------------------------------------------------------- paces

@@ -40,6 +40,7 @@ def watch_second_update(step: TrainingStep, accelerators: AcceleratorRegistry) -
     is_done = False
 
     def check_parameters() -> None:
+        """Warn once, at the first update of a later window, about parameters whose values have not changed since then."""
         nonlocal is_done
         if is_done or step.windows.current.number == first_window:
             return

@@ -27,10 +27,12 @@ from headway.forecasting.device.devices import Device, find_device, resolve_budg
 from headway.forecasting.device.present import describe_present_device, measure_budget
 from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.tracing.attention_masks import drop_masks, skip_causal_mask
+from headway.forecasting.tracing.batch_resizer import BatchResizer
 from headway.forecasting.tracing.buckets import make_replica
 from headway.forecasting.tracing.compiled import refuse_compiled
-from headway.forecasting.tracing.model_copy import BatchResizer, copy_model, copy_optimizer, ensure_untouched
-from headway.forecasting.tracing.step import PRECISIONS, StepEngine, StepRecipe
+from headway.forecasting.tracing.engine import StepEngine
+from headway.forecasting.tracing.model_copy import copy_model, copy_optimizer, ensure_untouched
+from headway.forecasting.tracing.recipe import PRECISIONS, StepRecipe
 
 _REPLICATED = ("single", "ddp")
 """Strategies with the full model on each rank. `Accelerator.forecast` supports no others."""
@@ -41,18 +43,6 @@ _PADDING_CAVEAT = (
     "the batch's attention_mask masks something; if nothing is masked, transformers' models drop it and take less "
     "memory"
 )
-
-
-class _ModelWithForward(nn.Module):
-    """Module that calls a model through the user's forward function, which also computes the loss."""
-
-    def __init__(self, model: nn.Module, function: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self._function = function
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self._function(self.model, batch)
 
 
 def forecast_step(request: ForecastRequest, setup: TrainingSetup) -> Forecast:
@@ -69,16 +59,16 @@ def forecast_step(request: ForecastRequest, setup: TrainingSetup) -> Forecast:
     is_expandable = target.is_cuda and any(
         _EXPANDABLE in (env.get(name) or "").lower() for name in _ALLOCATOR_VARIABLES
     )
-    step = StepForecaster(
+    forecaster = StepForecaster(
         partial(_copy_prepared_model, request, setup, resizer),
         partial(_make_batch, request, resizer),
         recipe,
         target,
         is_expandable=is_expandable,
-        spread=partial(_spread_replica, setup) if setup.run.strategy.name == "ddp" else None,
+        distribute_model=partial(_distribute_replica, setup) if setup.run.strategy.name == "ddp" else None,
     )
     with ensure_untouched(request.model), torch.inference_mode(False), torch.enable_grad():
-        forecast = step.forecast(resizer.num_rows, limit, request.largest)
+        forecast = forecaster.forecast(resizer.num_rows, limit, request.largest)
     if request.batch_fn is None:
         caveats += resizer.caveats
     if resizer.is_padded:
@@ -87,6 +77,17 @@ def forecast_step(request: ForecastRequest, setup: TrainingSetup) -> Forecast:
 
 
 def _check_request(request: ForecastRequest, setup: TrainingSetup) -> None:
+    """Raise an error if `accelerator.forecast` cannot forecast the request.
+
+    Args:
+        request: Arguments of the call.
+        setup: Settings and run of the Accelerator.
+
+    Raises:
+        ConfigError: If the model is not a Module, or if both `loss` and `forward` are given.
+        UnsupportedError: If the strategy or the precision cannot be forecast. Also if the model is compiled, or is
+            distributed over several devices.
+    """
     model, strategy, precision = request.model, setup.run.strategy.name, setup.run.precision.name
     if not isinstance(model, nn.Module):
         raise ConfigError(f"forecast() got a {type(model).__name__} as its model; give the torch.nn.Module")
@@ -144,7 +145,11 @@ def _sum_held_bytes(request: ForecastRequest) -> int:
 
 
 def _make_recipe(request: ForecastRequest, setup: TrainingSetup) -> tuple[StepRecipe, tuple[str, ...]]:
-    """Return the configuration of the steps to trace, and the caveats of the forecast that follow from it."""
+    """Return the configuration of the steps to trace, and the caveats of the forecast that follow from it.
+
+    Raises:
+        ConfigError: If the request's optimizer is neither an optimizer, nor a function, nor None.
+    """
     optimizer = request.optimizer
     make_optimizer: MakeOptimizer | None = None
     caveats: tuple[str, ...] = ()
@@ -193,6 +198,13 @@ def _list_averages(request: ForecastRequest, setup: TrainingSetup) -> tuple[torc
 def _copy_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, copies: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer for the copies of a model's trainable parameters.
+
+    Args:
+        optimizer: Optimizer of the model.
+        model: Model with the original parameters.
+        copies: Copies of the trainable parameters, in the order of the model.
+    """
     return copy_optimizer(optimizer, [each for each in model.parameters() if each.requires_grad], copies)
 
 
@@ -215,12 +227,33 @@ def _copy_prepared_model(request: ForecastRequest, setup: TrainingSetup, resizer
     return model if request.forward is None else _ModelWithForward(model, request.forward)
 
 
+class _ModelWithForward(nn.Module):
+    """Module that calls a model through the user's forward function, which also computes the loss."""
+
+    def __init__(self, model: nn.Module, function: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self._function = function
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return the loss that the user's function computes for a batch."""
+        return self._function(self.model, batch)
+
+
 @contextmanager
-def _spread_replica(setup: TrainingSetup, model: nn.Module) -> Iterator[StepEngine]:
+def _distribute_replica(setup: TrainingSetup, model: nn.Module) -> Iterator[StepEngine]:
+    """Return a context with the engine of a model that DDP replicates, under the run's options."""
     yield make_replica(model, setup.run.options.ddp)
 
 
 def _make_batch(request: ForecastRequest, resizer: BatchResizer, size: int) -> Any:
+    """Return a batch of `size` samples without values, in the form in which the traced model is called.
+
+    Args:
+        request: Arguments of `accelerator.forecast`.
+        resizer: Function that resizes the batch of the request.
+        size: Number of samples.
+    """
     batch = resizer(size) if request.batch_fn is None else request.batch_fn(size)
     # The model is called with the first element of a pair. `_ModelWithForward` takes the whole batch as one argument.
     return batch if request.forward is None else (batch, None)

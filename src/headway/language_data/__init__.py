@@ -1,1 +1,1 @@
-"""Data for language models: weighted mixtures, batches with equal numbers of tokens, packing, and sharded files."""
+"""Data for language models: weighted mixtures, batches with equal numbers of tokens, packing, conversations, and sharded files."""

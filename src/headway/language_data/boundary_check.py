@@ -24,8 +24,8 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
+from headway.core.strategies.blocks import get_class_name
 from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.errors import PrepareError
 from headway.language_data.packing import IGNORE_INDEX, LABELS, POSITIONS, TOKENS
@@ -59,12 +59,14 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
 
     The model is called a few times on documents of four tokens, in evaluation mode and without gradients. Afterwards
     the training mode of each module is restored. In a run with several ranks, every rank must call this function with
-    the prepared model. If the outputs do not depend on earlier tokens at all, only a warning is logged.
+    the prepared model. If the outputs do not depend on earlier tokens at all, only a warning is logged. `prepare` runs
+    this check for a loader with a `PackingCollator`, so call it only for other collate functions.
 
     Args:
         model: Model, prepared or not, that is called as `model(**batch)`.
         collate: Function that makes batches of packed sequences, such as a `PackingCollator`.
-        is_half: Whether the model computes in half precision. None: derived from the dtypes of its parameters.
+        is_half: Whether the model computes in half precision, so that larger rounding differences are accepted. None
+            (the default): derived from the dtypes of its parameters.
 
     Raises:
         PrepareError: If documents influence each other, or positions do not start again at each document. Also if the
@@ -77,19 +79,19 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
     verdict = judge_boundaries(outputs, is_half=half)
     if verdict is BoundaryVerdict.LEAK:
         raise PrepareError(
-            f"{_name_class(model)} ignores the boundaries of packed documents: its outputs for a document change with the "
+            f"{get_class_name(model)} ignores the boundaries of packed documents: its outputs for a document change with the "
             f"document before it. {_REMEDIES}"
         )
     if verdict is BoundaryVerdict.WRONG_POSITIONS:
         raise PrepareError(
-            f"{_name_class(model)} computes other outputs for a packed document than for the document alone: its positions do not "
+            f"{get_class_name(model)} computes other outputs for a packed document than for the document alone: its positions do not "
             f"start again at each document, or it does not read the batch's mask as meant. {_REMEDIES}"
         )
     if verdict is BoundaryVerdict.UNKNOWN:
         log.warning(
             "packing: %s's outputs do not depend on earlier tokens yet, so it is unknown whether it separates packed documents; "
             "call check_document_boundaries(model, collator) again when it has been trained for some updates",
-            _name_class(model),
+            get_class_name(model),
         )
 
 
@@ -114,12 +116,12 @@ def check_prepared_models(models: Iterable[torch.nn.Module], collate: Collate, i
             log.info(
                 "packing: %s.forward has no input_ids, so it is unknown whether it separates packed documents; call "
                 "check_document_boundaries(model, collate) with a function that makes its batches",
-                _name_class(model),
+                get_class_name(model),
             )
             continue
         config = getattr(model, "config", None)
         if getattr(config, "use_cache", False) is True:
-            log.info("packing: use_cache=False is set in the config of %s", _name_class(model))
+            log.info("packing: use_cache=False is set in the config of %s", get_class_name(model))
             config.use_cache = False  # type: ignore[union-attr]
         check_document_boundaries(model, collate, is_half=is_half)
 
@@ -275,7 +277,7 @@ class _BoundaryProbe:
             if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
                 return value.detach().float().cpu().reshape(1)
         raise PrepareError(
-            f"{_name_class(self._model)} returned neither logits of shape (rows, tokens, ...) nor a loss, so it is unknown "
+            f"{get_class_name(self._model)} returned neither logits of shape (rows, tokens, ...) nor a loss, so it is unknown "
             "whether it separates packed documents; let its forward return one of them, or train it without packing"
         )
 
@@ -300,7 +302,7 @@ class _BoundaryProbe:
         elif not _accepts_batch(self._model, batch):
             signature = inspect.signature(self._model.forward)
             raise PrepareError(
-                f"{_name_class(self._model)}.forward{signature} cannot be called with {', '.join(batch)}, so it cannot know where "
+                f"{get_class_name(self._model)}.forward{signature} cannot be called with {', '.join(batch)}, so it cannot know where "
                 f"packed documents begin. {_REMEDIES}"
             )
         return {
@@ -347,13 +349,6 @@ def _list_values(outputs: Any) -> tuple[Any, ...]:
     if isinstance(outputs, Mapping):
         return (outputs.get("logits"), *outputs.values())
     return tuple(outputs) if isinstance(outputs, tuple | list) else (getattr(outputs, "logits", outputs),)
-
-
-def _name_class(model: torch.nn.Module) -> str:
-    """Return the name of the model's class, or of its original class if `fully_shard` replaced it by a subclass."""
-    classes = type(model).__mro__
-    # fully_shard makes a class with the bases (FSDPModule, original class).
-    return classes[classes.index(FSDPModule) + 1 if FSDPModule in classes else 0].__name__
 
 
 def _accepts_batch(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:

@@ -50,7 +50,7 @@ def make_document_mask(position_ids: torch.Tensor, is_causal: bool = True) -> to
 
     Args:
         position_ids: Positions, of shape (rows, tokens).
-        is_causal: Whether tokens attend only to earlier tokens of their document and to themselves.
+        is_causal: Whether tokens attend only to earlier tokens of their document and to themselves. Default: True.
     """
     documents = find_documents(position_ids)
     mask = documents[:, :, None] == documents[:, None, :]
@@ -62,7 +62,7 @@ def make_block_mask(position_ids: torch.Tensor, is_causal: bool = True) -> Any:
 
     Args:
         position_ids: Positions, of shape (rows, tokens).
-        is_causal: Whether tokens attend only to earlier tokens of their document and to themselves.
+        is_causal: Whether tokens attend only to earlier tokens of their document and to themselves. Default: True.
     """
     documents = find_documents(position_ids)
     num_rows, num_tokens = position_ids.shape

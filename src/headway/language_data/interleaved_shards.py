@@ -45,6 +45,7 @@ class InterleavedShards(IterableDataset[Any]):
             readers = [reader for reader, batch in zip(readers, batches) if len(batch) == self._batch_size]
 
     def _build_shard(self, index: int) -> Any:
+        """Return the shard of the dataset that one rank would read in this epoch."""
         shard = self._dataset.shard(num_shards=self._num_ranks, index=index)
         if callable(getattr(shard, "set_epoch", None)):
             shard.set_epoch(self._epoch)

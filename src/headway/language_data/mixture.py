@@ -3,7 +3,6 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from hashlib import blake2b
 from operator import index as to_index
 from typing import Any
@@ -16,12 +15,13 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from headway.core.runtime.seed import mix_seed
 from headway.errors import ConfigError, DataError, StateError
 from headway.language_data.joined_tables import JoinedTables
+from headway.language_data.mixture_reader import MixtureReader, State
 from headway.language_data.mixture_weights import Weights, read_weights
-from headway.language_data.quotas import QuotaOrder, WeightRange, build_weight_ranges, drop_weights, limit_weight_ranges
+from headway.language_data.quotas import QuotaOrder, limit_weight_ranges
 from headway.language_data.shuffling import shuffle_offsets
+from headway.language_data.source_index import attach_source
 
-END_ACTIONS = ("repeat", "stop", "drop")
-SOURCE_KEY = "source"
+_END_ACTIONS = ("repeat", "stop", "drop")
 _NUM_KEPT_BLOCKS = 16
 
 
@@ -41,16 +41,20 @@ class Mixture(Dataset[Any]):
     at position `num_samples`. Otherwise each epoch restarts the order. Sources with random access are then shuffled
     differently in each epoch.
 
+    A sample is what the source returns, or also contains the index of its source (see `adds_source`). Create the mixture
+    with equal arguments on all ranks. Arguments after `sources` are keyword-only.
+
     Args:
         sources: Datasets by name. Each has a length and random access, or can only be iterated.
         weights: Weights of the sources, by name or in order. They need not add up to 1. A dict `{update: weights}`
             changes the weights at the given updates. Default: the lengths of the sources. Required if a source can
             only be iterated.
-        seed: Seed of the shuffling, 0 or more.
-        shuffle: Whether to shuffle each source. A source that is a mixture keeps its own order.
-        when_source_ends: Action after the last sample of a source. "repeat" reads the source again. "stop" ends the
-            epoch at the position that needs another sample of the source. "drop" continues with the other sources in
-            proportion to their weights. Pass one value for all sources, or a dict from source names to values.
+        seed: Seed of the shuffling, 0 or more. Default: 0.
+        shuffle: Whether to shuffle each source. A source that is a mixture keeps its own order. Default: True.
+        when_source_ends: Action after the last sample of a source. "repeat" (the default) reads the source again. "stop"
+            ends the epoch at the position that needs another sample of the source. "drop" continues with the other
+            sources in proportion to their weights. Pass one value for all sources, or a dict from source names to
+            values.
         num_samples: Maximum number of samples in an epoch. Default: the number of samples until `when_source_ends` ends
             the epoch; if all sources repeat, the total number of samples in the sources.
         samples_per_update: Number of samples per update over all ranks. Required if weights change at updates.
@@ -67,6 +71,11 @@ class Mixture(Dataset[Any]):
     Raises:
         ConfigError: If an argument is out of range or does not fit the sources, or if nothing ends an epoch.
         DataError: If a source is empty, is not a dataset, or is an iterator that can be read only once.
+
+    Example::
+
+        mixture = Mixture({"web": web, "code": code}, weights={"web": 0.8, "code": 0.2}, num_samples=10_000)
+        loader = accelerator.prepare(DataLoader(mixture, batch_size=8))
     """
 
     orders_samples = True
@@ -74,7 +83,7 @@ class Mixture(Dataset[Any]):
 
     def __new__(cls, sources: Any = None, *args: Any, **kwargs: Any) -> "Mixture":
         """Create a `StreamMixture` if some source can only be iterated, else a `Mixture`."""
-        if cls is Mixture and isinstance(sources, Mapping) and any(map(is_stream, sources.values())):
+        if cls is Mixture and isinstance(sources, Mapping) and any(map(_is_stream, sources.values())):
             return super().__new__(StreamMixture)
         return super().__new__(cls)
 
@@ -90,13 +99,13 @@ class Mixture(Dataset[Any]):
         samples_per_update: int | None = None,
         adds_source: bool | None = None,
     ) -> None:
-        self.names = check_sources(sources)
+        self.names = _check_sources(sources)
         self.sources = tuple(sources.values())
         self.seed = _check_number("seed", seed, least=0)
         self.shuffle = shuffle
         self.adds_source = adds_source
-        self.end_actions = read_end_actions(when_source_ends, self.names)
-        lengths = [None if is_stream(source) else len(source) for source in self.sources]
+        self.end_actions = _read_end_actions(when_source_ends, self.names)
+        lengths = [None if _is_stream(source) else len(source) for source in self.sources]
         if weights is None:
             if None in lengths:
                 stream = self.names[lengths.index(None)]
@@ -145,11 +154,11 @@ class Mixture(Dataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """Index of the current epoch. The positions of samples are counted within this epoch."""
+        """Index of the current epoch, from 0. The positions of samples are counted within this epoch."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Select an epoch. A prepared loader calls it before each pass."""
+        """Select an epoch, from 0. A prepared loader calls it before each pass."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
@@ -202,12 +211,25 @@ class Mixture(Dataset[Any]):
     def find_sample(self, position: int) -> tuple[int, int]:
         """Return the index of the source at a position of the current epoch, and the sample's index in that source.
 
+        Args:
+            position: Position in the current epoch, from 0 to the length minus 1.
+
+        Returns:
+            Pair of (index of the source in `names`, index with which the source returns the sample).
+
         Raises:
             IndexError: If the position is negative or not less than the length.
         """
         return self._find_sample(position, self.epoch)
 
     def _find_sample(self, position: int, epoch: int) -> tuple[int, int]:
+        """Return the sample at a position of an epoch, as a pair (index of the source, index of the sample in the source).
+
+        The order is computed block by block, and the last blocks are kept.
+
+        Raises:
+            IndexError: If the position is out of range.
+        """
         position = to_index(position)
         if not 0 <= position < self._num_samples:
             raise IndexError(f"position {position} of a mixture of {self._num_samples} samples")
@@ -250,6 +272,7 @@ class Mixture(Dataset[Any]):
         return self._description
 
     def _describe_order(self) -> str:
+        """Return a text that is equal for mixtures with the same order. It contains a hash of the settings."""
         # Checkpoints contain this digest, so it depends on the names of `WeightRange` and its fields (through repr).
         settings = (
             self.names,
@@ -299,104 +322,6 @@ class Mixture(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_blocks": OrderedDict()}
-
-
-def is_stream(source: object) -> bool:
-    """Whether a source is only iterated: an `IterableDataset`, or an iterable without a length or random access."""
-    if isinstance(source, IterableDataset):
-        return True
-    return not (hasattr(source, "__getitem__") and hasattr(source, "__len__")) and hasattr(source, "__iter__")
-
-
-def check_sources(sources: Any) -> tuple[str, ...]:
-    """Return the names of a mixture's sources, or raise an error if the sources are invalid.
-
-    Raises:
-        ConfigError: If `sources` is not a mapping, is empty, or has names that are not strings.
-        DataError: If a source is empty, is not a dataset, or is an iterator that can be read only once.
-    """
-    if not isinstance(sources, Mapping) or not sources:
-        received = "no sources" if not sources else f"a {type(sources).__name__}"
-        raise ConfigError(f"a Mixture got {received}; give datasets by name, such as {{'web': first, 'code': second}}")
-    for name, source in sources.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"a source of a Mixture has the name {name!r}; give names that are text")
-        if is_stream(source):
-            if is_iterator(source):
-                raise DataError(
-                    f"source {name!r} is an iterator ({type(source).__name__}), which can be read only once; give a dataset that "
-                    "starts from its first sample each time that it is iterated"
-                )
-            continue
-        if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-            raise DataError(
-                f"source {name!r} is a {type(source).__name__}; give a dataset with a length and indices, or an iterable dataset"
-            )
-        if len(source) == 0:
-            raise DataError(f"source {name!r} is empty; leave it out of the mixture")
-    return tuple(sources)
-
-
-def is_iterator(source: object) -> bool:
-    """Whether a source is an iterator, which cannot be read a second time."""
-    return isinstance(source, Iterator)
-
-
-def read_end_actions(actions: str | Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the action at the end of each source: "repeat", "stop" or "drop".
-
-    Args:
-        actions: One action for all sources, or actions by name.
-        names: Names of the sources.
-
-    Raises:
-        ConfigError: If an action is unknown, or the names differ from the names of the sources.
-    """
-    by_name = dict.fromkeys(names, actions) if isinstance(actions, str) else actions
-    if not isinstance(by_name, Mapping) or set(by_name) != set(names) or not set(by_name.values()) <= set(END_ACTIONS):
-        raise ConfigError(
-            f"when_source_ends={by_name!r}; give {', '.join(map(repr, END_ACTIONS))}, or one of these words for each of "
-            f"{list(names)}"
-        )
-    return tuple(by_name[name] for name in names)
-
-
-def attach_source(sample: Any, source: int, adds_source: bool | None) -> Any:
-    """Return a sample to which the index of its source has been added, if requested.
-
-    A mapping becomes a dict with the entry "source". A tuple gets the index as its last item. Any other sample becomes
-    a pair of (sample, index). If no index is to be added, the sample is returned unchanged.
-
-    Args:
-        sample: Sample of the source.
-        source: Index of the source.
-        adds_source: Whether to add the index. None: only to a mapping.
-
-    Raises:
-        DataError: If the sample is a mapping that already has an entry "source", and `adds_source` is not False.
-    """
-    # Check for a dict first: the check for an abstract class takes longer than the rest of this function.
-    if type(sample) is dict or isinstance(sample, Mapping):
-        if adds_source is False:
-            return sample
-        if SOURCE_KEY in sample:
-            raise DataError(
-                f"a sample already has the entry {SOURCE_KEY!r}, which a Mixture adds; rename the entry, or pass adds_source=False"
-            )
-        return {**sample, SOURCE_KEY: source}
-    if not adds_source:
-        return sample
-    return (*sample, source) if isinstance(sample, tuple) else (sample, source)
-
-
-def _check_number(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}; give a whole number, {least} or more")
-    return value
-
-
-State = dict[str, Any]
-"""State of a `StreamMixture`, as `StreamMixture.state_dict` returns it."""
 
 
 class StreamMixture(Mixture, IterableDataset[Any]):
@@ -493,173 +418,71 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         self._reader = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reading": None}
+        """Return the state for pickling, without the reader, whose iterators cannot be pickled."""
+        return {**self.__dict__, "_reader": None}
 
 
-class MixtureReader:
-    """Reading of one epoch of a `StreamMixture`. It records its position, from which a resumed run continues.
+def _is_stream(source: object) -> bool:
+    """Whether a source is only iterated: an `IterableDataset`, or an iterable without a length or random access."""
+    if isinstance(source, IterableDataset):
+        return True
+    return not (hasattr(source, "__getitem__") and hasattr(source, "__len__")) and hasattr(source, "__iter__")
 
-    Args:
-        mixture: Mixture to read.
-        epoch: Index of the epoch, which an epoch in `loaded_state` replaces.
-        loaded_state: State to continue from, or None for the start.
+
+def _check_sources(sources: Any) -> tuple[str, ...]:
+    """Return the names of a mixture's sources, or raise an error if the sources are invalid.
+
+    Raises:
+        ConfigError: If `sources` is not a mapping, is empty, or has names that are not strings.
+        DataError: If a source is empty, is not a dataset, or is an iterator that can be read only once.
     """
-
-    def __init__(self, mixture: StreamMixture, epoch: int, loaded_state: State | None) -> None:
-        state: Mapping[str, Any] = loaded_state or {}
-        num_sources = len(mixture.names)
-        self._mixture = mixture
-        self._epoch = state.get("epoch", epoch)
-        self._position: int = state.get("position", 0)
-        # One entry per source: completed passes, samples taken in the current pass, state of a source with `state_dict`.
-        self._passes: list[int] = list(state.get("passes", [0] * num_sources))
-        self._num_taken: list[int] = list(state.get("taken", [0] * num_sources))
-        self._source_states: list[Any] = list(state.get("sources", [None] * num_sources))
-        self._iterators: list[Iterator[Any] | None] = [None] * num_sources
-        # Pairs of (position at which a source was dropped, source).
-        self._dropped_sources: list[tuple[int, int]] = [(start, source) for start, source in state.get("ended", ())]
-        self._order_start = self._dropped_sources[-1][0] if self._dropped_sources else 0
-        self._order = self._build_order()
-
-    def _build_order(self) -> QuotaOrder | None:
-        """Return the order of the remaining sources, or None if no remaining source has a weight.
-
-        Positions in the order are counted from the position at which a source was last dropped.
-        """
-        dropped_sources = {source for _, source in self._dropped_sources}
-        weight_ranges, end = drop_from_ranges(self._mixture.weight_ranges, self._order_start, dropped_sources)
-        return QuotaOrder(weight_ranges, end) if weight_ranges else None
-
-    def read(self, limit: int | None) -> Iterator[Any]:
-        """Yield samples until position `limit` is reached or the mixture ends.
-
-        Args:
-            limit: Position of the first sample that is not read. None: read until the mixture ends.
-        """
-        mixture = self._mixture
-        while self._order is not None and (limit is None or self._position < limit):
-            block_number, offset = divmod(self._position - self._order_start, self._order.block_size)
-            sources = self._order.compute_block(block_number).sources[offset:]
-            if not sources:  # from here on, no remaining source has a weight
-                return
-            for source in sources:
-                taken = self._take_sample(source)
-                if not taken:
-                    if mixture.end_actions[source] == "stop":
-                        return
-                    self._dropped_sources.append((self._position, source))
-                    self._order_start = self._position
-                    self._order = self._build_order()
-                    break
-                (sample,) = taken
-                self._position += 1
-                yield attach_source(sample, source, mixture.adds_source)
-                if self._position == limit:
-                    return
-
-    def _take_sample(self, source: int) -> list[Any]:
-        """Return a list with the next sample of a source, or an empty list if the source has ended.
-
-        Any object can be a sample, so no value could mark the end. A source that repeats never ends. Its next pass begins instead.
-
-        Raises:
-            DataError: If a complete pass over the source yields no sample.
-        """
-        mixture = self._mixture
-        while True:
-            if self._iterators[source] is None:
-                self._iterators[source] = self._open_source(source)
-            iterator = self._iterators[source]
-            assert iterator is not None
-            for sample in iterator:
-                self._num_taken[source] += 1
-                return [sample]
-            if not self._num_taken[source]:
-                raise DataError(f"source {mixture.names[source]!r} gave no sample; leave it out of the mixture")
-            if mixture.end_actions[source] != "repeat":
-                return []
-            self._passes[source] += 1
-            self._num_taken[source] = 0
-            self._source_states[source] = None
-            self._iterators[source] = None
-
-    def _open_source(self, source: int) -> Iterator[Any]:
-        """Return an iterator over the remaining samples of a source's current pass."""
-        mixture, dataset = self._mixture, self._mixture.sources[source]
-        pass_number, num_taken = self._passes[source], self._num_taken[source]
-        length = mixture._lengths[source]
-        if length is not None:
-            first = pass_number * length + num_taken
-            indices = mixture._find_indices(source, first, length - num_taken, self._epoch)
-            return (dataset[index] for index in numpy.asarray(indices).tolist())
-        if callable(getattr(dataset, "set_epoch", None)):
-            # Later passes of an epoch need another order, so they get a number that stands for (epoch, pass).
-            dataset.set_epoch(mix_seed(self._epoch, pass_number) % (1 << 31) if pass_number else self._epoch)
-        state = self._source_states[source]
-        num_skipped = num_taken
-        if state is not None:
-            dataset.load_state_dict(copy.deepcopy(state))
-            num_skipped = 0
-        iterator: Iterator[Any] = iter(dataset)
-        for _ in range(num_skipped):
-            next(iterator, None)
-        return iterator
-
-    def state_dict(self) -> State:
-        """Return the state from which reading continues after the most recently yielded sample.
-
-        The keys are "mixture" (description of the order), "epoch", "position", "ended" (pairs of the position at which a
-        source was dropped, and the source), and one list with an entry per source for each of "passes" (completed
-        passes), "taken" (samples taken in the current pass) and "sources" (states of sources with `state_dict`).
-        """
-        return {
-            "mixture": self._mixture.describe_order(),
-            "epoch": self._epoch,
-            "position": self._position,
-            "passes": list(self._passes),
-            "taken": list(self._num_taken),
-            "ended": list(self._dropped_sources),
-            "sources": [self._read_source_state(source) for source in range(len(self._passes))],
-        }
-
-    def _read_source_state(self, source: int) -> Any:
-        """Return the current state of a source that can only be iterated; None if it has no `state_dict`."""
-        dataset = self._mixture.sources[source]
-        if self._mixture._lengths[source] is not None or not callable(getattr(dataset, "state_dict", None)):
-            return None
-        if self._iterators[source] is None:
-            return self._source_states[source]
-        return copy.deepcopy(dataset.state_dict())
-
-
-def drop_from_ranges(
-    weight_ranges: list[WeightRange], start: int, dropped_sources: set[int]
-) -> tuple[list[WeightRange], int | None]:
-    """Return the ranges of constant weights from a position on, with the weight 0 for dropped sources, and their end.
-
-    A position is the place of one sample in a mixture's order. Positions in the result are counted from `start`. In
-    each range, the weights of the remaining sources are scaled to add up to 1. The order ends before the first range in
-    which all of them have the weight 0, so the result can contain no range. The end is None if there is no such range.
-    If `start` is 0 and nothing is dropped, `weight_ranges` is returned unchanged.
-
-    Args:
-        weight_ranges: Ranges of positions with constant weights, for all sources.
-        start: Position from which the ranges are needed.
-        dropped_sources: Indices of the dropped sources.
-    """
-    if not start and not dropped_sources:
-        return weight_ranges, None
-    starts: list[int] = []
-    weights: list[list[Fraction]] = []
-    end: int | None = None
-    for index, weight_range in enumerate(weight_ranges):
-        is_before_start = index + 1 < len(weight_ranges) and weight_ranges[index + 1].start <= start
-        if is_before_start:
+    if not isinstance(sources, Mapping) or not sources:
+        received = "no sources" if not sources else f"a {type(sources).__name__}"
+        raise ConfigError(f"a Mixture got {received}; give datasets by name, such as {{'web': first, 'code': second}}")
+    for name, source in sources.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"a source of a Mixture has the name {name!r}; give names that are text")
+        if _is_stream(source):
+            if _is_iterator(source):
+                raise DataError(
+                    f"source {name!r} is an iterator ({type(source).__name__}), which can be read only once; give a dataset that "
+                    "starts from its first sample each time that it is iterated"
+                )
             continue
-        range_weights = drop_weights(weight_range, dropped_sources)
-        if range_weights is None:
-            end = max(0, weight_range.start - start)
-            break
-        starts.append(max(0, weight_range.start - start))
-        weights.append(range_weights)
-    return (build_weight_ranges(starts, weights) if weights else []), end
+        if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+            raise DataError(
+                f"source {name!r} is a {type(source).__name__}; give a dataset with a length and indices, or an iterable dataset"
+            )
+        if len(source) == 0:
+            raise DataError(f"source {name!r} is empty; leave it out of the mixture")
+    return tuple(sources)
+
+
+def _is_iterator(source: object) -> bool:
+    """Whether a source is an iterator, which cannot be read a second time."""
+    return isinstance(source, Iterator)
+
+
+def _read_end_actions(actions: str | Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the action at the end of each source: "repeat", "stop" or "drop".
+
+    Args:
+        actions: One action for all sources, or actions by name.
+        names: Names of the sources.
+
+    Raises:
+        ConfigError: If an action is unknown, or the names differ from the names of the sources.
+    """
+    by_name = dict.fromkeys(names, actions) if isinstance(actions, str) else actions
+    if not isinstance(by_name, Mapping) or set(by_name) != set(names) or not set(by_name.values()) <= set(_END_ACTIONS):
+        raise ConfigError(
+            f"when_source_ends={by_name!r}; give {', '.join(map(repr, _END_ACTIONS))}, or one of these words for each of "
+            f"{list(names)}"
+        )
+    return tuple(by_name[name] for name in names)
+
+
+def _check_number(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}; give a whole number, {least} or more")
+    return value

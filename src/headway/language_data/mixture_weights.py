@@ -23,12 +23,13 @@ def read_weights(
         weights: Weight of each source: a dict by name, or a sequence in the order of `names`. If the weights change
             during training, a dict from the number of an update to the weights from that update on.
         names: Names of the sources.
-        samples_per_update: Number of samples per update over all ranks. Required if weights are given by update.
+        samples_per_update: Number of samples per update over all ranks. None is allowed only if the weights do not
+            change.
 
     Raises:
-        ConfigError: If a weight is not a finite number of 0 or more, if all are 0, or if they do not match `names`. Also
-            if a positive weight is below 1 / `LARGEST_BLOCK` of their sum, if the first update of a schedule is not 0,
-            or if a schedule is given without a positive `samples_per_update`.
+        ConfigError: If a weight is not a finite number of 0 or more, if all are 0, or if they do not match `names`.
+            Also if a positive weight is below 1 / `LARGEST_BLOCK` of their sum, if the first update of a schedule is
+            not 0, or if a schedule is given without a positive `samples_per_update`.
     """
     if not _is_schedule(weights):
         return build_weight_ranges([0], [_normalize_weights(weights, names)])

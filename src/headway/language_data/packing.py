@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 from headway.errors import ConfigError, DataError
 from headway.language_data.mixture import Mixture
 from headway.language_data.packing_plan import DEFAULT_WINDOW, PackingPlan, SamplePiece, make_packing_plan
+from headway.language_data.source_index import SOURCE_KEY
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -18,12 +19,11 @@ TOKENS = "input_ids"
 LABELS = "labels"
 POSITIONS = "position_ids"
 MASK = "attention_mask"
-SOURCE = "source"
 IGNORE_INDEX = -100
 """Label that losses ignore, as in torch's `cross_entropy`."""
 LABEL_NAMES = frozenset({LABELS, "shift_labels", "targets", "target"})
 """Names of the sample entries that are padded with -100 (`IGNORE_INDEX`). Context parallelism pads the same entries."""
-_PACKED_ENTRIES = frozenset({TOKENS, LABELS, POSITIONS, MASK, SOURCE})
+_PACKED_ENTRIES = frozenset({TOKENS, LABELS, POSITIONS, MASK, SOURCE_KEY})
 """Names of the entries of a sequence that packing computes itself. Other entries of samples are concatenated."""
 _ROWS_PER_READ = 10_000
 
@@ -55,14 +55,18 @@ class PackedDataset(Dataset[dict[str, Any]]):
         dataset: Dataset with a length and random access.
         sequence_length: Number of tokens per sequence.
         lengths: Number of tokens in each sample, or a function that returns these numbers and is called again in each
-            epoch. None: all samples are read once to measure them. If the dataset is a `Mixture`, the samples of its
-            sources are measured.
-        strategy: "best_fit", "in_order" or "split", as for `make_packing_plan`.
-        long_samples: Treatment of samples longer than a sequence: "error", "split" or "truncate".
-        seed: Seed of the order in which samples are packed. None: samples are packed in the order of the dataset.
+            epoch. None (the default): all samples are read once to measure them. If the dataset is a `Mixture`, the
+            samples of its sources are measured.
+        strategy: How samples are assigned to sequences. "best_fit" (the default): longest samples first, each in the
+            fullest sequence of its window that has room (Ding et al. 2024, arXiv 2404.10830). "in_order": a sequence
+            ends at the first sample that does not fit. "split": samples are joined and cut every `sequence_length`
+            tokens.
+        long_samples: Treatment of samples longer than a sequence, unless the strategy is "split". "error" (the
+            default): raise DataError. "split": cut them into several documents. "truncate": drop the tokens at the end.
+        seed: Seed of the order in which samples are packed. None (the default): the order of the dataset.
         window: Number of consecutive samples that "best_fit" packs together. Default: 16,384, or an eighth of the
             shortest range with constant weights in a `Mixture` whose weights change.
-        pad_token_id: ID of the token that fills the end of a sequence.
+        pad_token_id: ID of the token that fills the end of a sequence. Default: 0.
 
     Attributes:
         plan: Assignment of samples to sequences in the current epoch.
@@ -76,6 +80,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
             shuffle a `Mixture` whose weights change.
         DataError: If the dataset has no length, all samples are empty, or a sample is too long and
             `long_samples="error"`.
+
+    Example::
+
+        packed = PackedDataset(samples, sequence_length=2048)
+        loader = DataLoader(packed, batch_size=2, shuffle=True, collate_fn=PackingCollator())
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
     def __init__(
@@ -127,6 +137,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
             log.info("packing truncates samples: %d tokens are left out", self.plan.num_cut_tokens)
 
     def _make_plan(self, lengths: Lengths) -> PackingPlan:
+        """Store the lengths of the samples, and return the plan that assigns samples to sequences.
+
+        Raises:
+            ConfigError: If there is not one length for each sample.
+        """
         self._lengths = numpy.asarray(lengths)
         if len(self._lengths) != len(self.dataset):
             raise ConfigError(
@@ -186,7 +201,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         positions = numpy.concatenate([numpy.arange(size) for size in sizes])
         sequence[POSITIONS] = torch.from_numpy(positions)
         if any(source is not None for source in sources):
-            sequence[SOURCE] = sources
+            sequence[SOURCE_KEY] = sources
         return sequence
 
     def _read_document(self, piece: SamplePiece) -> tuple[dict[str, Array], Any]:
@@ -226,7 +241,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             if values is not None and len(values) == len(tokens):
                 is_label = name in LABEL_NAMES and values.dtype.kind in "iu"
                 entries[name] = values[chosen].astype(numpy.int64) if is_label else values[chosen]
-        return entries, sample.get(SOURCE)
+        return entries, sample.get(SOURCE_KEY)
 
     def _join_documents(self, name: str, parts: Sequence[Array]) -> torch.Tensor:
         """Concatenate the values of one entry in all documents, and pad them to `sequence_length`."""
@@ -269,7 +284,8 @@ class OrderedLengths:
 def measure_lengths(dataset: Any) -> Array:
     """Return the number of tokens in each sample, as an int64 array.
 
-    Each sample is read once, except in Hugging Face datasets, whose Arrow tables give the lengths directly.
+    Each sample is read once, except in Hugging Face datasets, whose Arrow tables give the lengths directly, and in datasets
+    with a method `measure_lengths`, such as `ChatDataset`.
 
     Raises:
         DataError: If a sample has no `input_ids`.
@@ -277,11 +293,14 @@ def measure_lengths(dataset: Any) -> Array:
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and TOKENS in columns and hasattr(dataset, "with_format"):
         return _measure_arrow_table(dataset.select_columns([TOKENS]).with_format("arrow"))
+    if callable(getattr(dataset, "measure_lengths", None)):
+        return numpy.asarray(dataset.measure_lengths(), numpy.int64)
     log.info("packing reads all %d samples once to measure them; pass lengths= to avoid it", len(dataset))
     return numpy.fromiter((_count_tokens(dataset[index], index) for index in range(len(dataset))), numpy.int64)
 
 
 def _measure_arrow_table(table: Any) -> Array:
+    """Return the number of tokens in each row of an arrow table, without decoding the tokens."""
     import pyarrow.compute
 
     parts = [
@@ -314,7 +333,13 @@ def _get_entry_names(documents: Sequence[Mapping[str, Array]]) -> Iterable[str]:
 
 
 def _check_unpadded(sample: Mapping[str, Any], index: int, num_tokens: int) -> None:
-    """Raise `DataError` if a sample is padded, or has position IDs other than 0, 1, 2 ..., which packing would lose."""
+    """Raise `DataError` if a sample is padded, or has position IDs other than 0, 1, 2 ..., which packing would lose.
+
+    Args:
+        sample: Sample to check.
+        index: Index of the sample, for messages.
+        num_tokens: Number of tokens in the sample.
+    """
     if sample.get(MASK) is not None and not numpy.all(numpy.asarray(sample[MASK]) == 1):
         raise DataError(
             f"sample {index} is padded: its {MASK!r} has zeros; give samples without padding, because packing needs none"

@@ -100,10 +100,11 @@ def make_packing_plan(
         sequence_length: Tokens per sequence.
         strategy: "best_fit": best-fit decreasing within windows of samples. "in_order": a sequence ends at the first
             sample that does not fit. "split": samples are joined and cut every `sequence_length` tokens.
+            Default: "best_fit".
         long_samples: Treatment of samples longer than a sequence, unless the strategy is "split": "error", "split"
-            (into pieces) or "truncate" (drop the tokens beyond the sequence).
+            (into pieces) or "truncate" (drop the tokens beyond the sequence). Default: "error".
         seed: Seed of the order in which samples are packed. None: samples are packed in the order of `lengths`.
-        window: Number of consecutive samples that "best_fit" packs together.
+        window: Number of consecutive samples that "best_fit" packs together. Default: `DEFAULT_WINDOW`.
 
     Raises:
         ConfigError: If `strategy` or `long_samples` is unknown, or `sequence_length` or `window` is not a positive

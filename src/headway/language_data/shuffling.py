@@ -50,6 +50,13 @@ def _permute_offsets(offsets: Indices, length: int, seed: int) -> Indices:
 
 
 def _encrypt_values(values: Any, half: int, keys: list[int]) -> Any:
+    """Return a permutation of the values below 2^(2 * half), applied to some of them (a Feistel network).
+
+    Args:
+        values: Values of dtype uint64.
+        half: Number of bits in each half of a value.
+        keys: Key of each round.
+    """
     shift, mask = numpy.uint64(half), numpy.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:

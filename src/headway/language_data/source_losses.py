@@ -12,12 +12,12 @@ class SourceLosses:
     """Recorder that sums losses by source. `compute` returns the means, which can be passed to `accelerator.log`.
 
     `add` needs no communication and does not wait for the device. The mean of a source is over all of its rows, or all
-    of its tokens.
+    of its tokens, of all ranks. Create it on every rank.
 
     Args:
         accelerator: Accelerator whose ranks train.
-        names: Names of the sources: `mixture.names`.
-        prefix: Text before the names in the result.
+        names: Names of the sources, by their index: `mixture.names`.
+        prefix: Text before the names in the result. Default: "loss/".
 
     Raises:
         ConfigError: If `names` is a single string or empty.
@@ -26,12 +26,13 @@ class SourceLosses:
 
         losses = SourceLosses(accelerator, mixture.names)
         for batch in loader:
-            sources = batch.pop("source")
-            token_losses = ...  # shape [rows, tokens]
-            losses.add(token_losses, sources, mask=labels != -100)
-            ...
+            row_losses = loss_fn(model(batch["inputs"]), batch["labels"], reduction="none")  # shape [rows]
+            losses.add(row_losses, batch["source"])
+            accelerator.backward(row_losses.mean())
+            optimizer.step()
+            optimizer.zero_grad()
             if accelerator.num_updates % 10 == 0:
-                accelerator.log(losses.compute(), step=accelerator.num_updates)
+                accelerator.log(losses.compute())
     """
 
     def __init__(self, accelerator: Accelerator, names: Sequence[str], prefix: str = "loss/") -> None:
@@ -44,7 +45,7 @@ class SourceLosses:
         self._sums_and_counts = torch.zeros(2, len(self.names), dtype=torch.float64)
 
     def add(self, losses: torch.Tensor, sources: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Add the losses of a batch to the sums.
+        """Add the losses of a batch to the sums. The losses are detached; no rank waits.
 
         Args:
             losses: Loss of each row, of shape [rows], or of each token, of shape [rows, tokens].
@@ -76,7 +77,7 @@ class SourceLosses:
         All ranks must call this method. A source without losses since the last call is left out.
 
         Returns:
-            Mean losses. The keys are the source names with the prefix.
+            Mean losses as floats, equal on all ranks. The keys are the source names with the prefix.
         """
         totals = self._accelerator.reduce(self._sums_and_counts, reduction="sum")
         self._sums_and_counts = torch.zeros_like(self._sums_and_counts)

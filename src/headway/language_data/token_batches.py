@@ -38,20 +38,26 @@ class TokenBatchSampler(Sampler[list[int]]):
     loader, every rank gets one batch. For a loss that is an exact mean over tokens, call `accelerator.backward(loss,
     weight=num_tokens, reduction="sum")`.
 
+    Example::
+
+        sampler = TokenBatchSampler(lengths, tokens_per_batch=4096, global_batch_tokens=32768)
+        accelerator = Accelerator(gradient_accumulation_steps=sampler.count_steps(num_processes))
+        loader = accelerator.prepare(DataLoader(dataset, batch_sampler=sampler, collate_fn=pad))
+
     Args:
-        lengths: Number of tokens in each sample, 1 or more.
+        lengths: Number of tokens in each sample, 1 or more, in the order of the dataset.
         tokens_per_batch: Largest number of tokens in a batch of one rank, counting padding.
         global_batch_tokens: Largest number of tokens in an update over all ranks, a multiple of `tokens_per_batch`.
             Default: `tokens_per_batch`.
-        shuffle: Whether to shuffle the samples and the batches.
-        seed: Seed of the shuffling, 0 or more.
-        max_samples: Largest number of samples in a batch. Default: no limit.
-        too_long: Treatment of a sample with more than `tokens_per_batch` tokens: "error" raises an error, "drop" leaves
-            the sample out, and "alone" gives it a batch of its own, which then exceeds `tokens_per_batch`.
+        shuffle: Whether to shuffle the samples and the batches. Default: True.
+        seed: Seed of the shuffling, 0 or more. Default: 0.
+        max_samples: Largest number of samples in a batch. None (the default): no limit.
+        too_long: Treatment of a sample with more than `tokens_per_batch` tokens: "error" (the default) raises an error,
+            "drop" leaves the sample out, and "alone" gives it a batch of its own, which then exceeds `tokens_per_batch`.
 
     Attributes:
         batches_per_update: Number of batches in an update, over all ranks.
-        epoch: Index of the current epoch, which `set_epoch` selects.
+        epoch: Index of the current epoch, from 0, which `set_epoch` selects.
         num_dropped: Number of samples that are longer than a batch and left out.
 
     Raises:
@@ -156,6 +162,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         return 1 - sum(int(self.lengths[batch].sum()) for batch in plan) / padded
 
     def _build_plan(self) -> list[list[int]]:
+        """Return the batches of the epoch as lists of sample indices.
+
+        Samples of similar length are put into the same batch: the order is cut into windows, and each window is sorted by
+        length. Then the batches are shuffled.
+        """
         order = self._kept
         if self.shuffle:
             order = order[draw_permutation(len(order), mix_seed(self.seed, self.epoch))]

@@ -106,11 +106,17 @@ class _ClusterVariables:
         self._environment = environment
         self.layer: dict[str, SettingValue] = {}
 
-    def text(self, name: str) -> str:
+    def read_text(self, name: str) -> str:
+        """Return the value of a variable without surrounding spaces. Empty if it is not set."""
         return self._environment.get(name, "").strip()
 
-    def number(self, name: str) -> int | None:
-        text = self.text(name)
+    def read_number(self, name: str) -> int | None:
+        """Return the value of a variable as an integer. None if it is not set or empty.
+
+        Raises:
+            ConfigError: If the value is not a whole number.
+        """
+        text = self.read_text(name)
         if not text:
             return None
         number = parse_whole_number(text)
@@ -120,26 +126,34 @@ class _ClusterVariables:
             )
         return number
 
-    def decide(self, setting: str, value: object, *variables: str) -> None:
+    def add_setting(self, setting: str, value: object, *variables: str) -> None:
+        """Add a setting to the layer, with the names of the variables as its origin. Do nothing if the value is None."""
         if value is not None:
             self.layer[setting] = SettingValue(value, f"{self._cluster}: {', '.join(variables)}")
 
-    def decide_machines(self, num_machines: int, machine_rank: int, *variables: str) -> None:
-        if num_machines > 1:
-            self.decide("num_machines", num_machines, variables[0])
-            self.decide("machine_rank", machine_rank, variables[1])
-
-    def decide_port(self, job: int | None, variable: str) -> None:
-        """Derive the rendezvous port (20000 to 31999) from the job's number. Do nothing if the number is None.
-
-        The number is equal on all machines of a job and differs between jobs.
+    def add_machines(self, num_machines: int, machine_rank: int, *variables: str) -> None:
+        """Add the number of machines and this machine's rank to the layer. Do nothing in a run on one machine.
 
         Args:
-            job: Number of the job, or None if the cluster does not set it.
+            num_machines: Number of machines.
+            machine_rank: Rank of this machine.
+            *variables: Names of the two variables that contain these numbers.
+        """
+        if num_machines > 1:
+            self.add_setting("num_machines", num_machines, variables[0])
+            self.add_setting("machine_rank", machine_rank, variables[1])
+
+    def add_port(self, job: int | None, variable: str) -> None:
+        """Add the rendezvous port (20000 to 31999) to the layer, derived from the job's number.
+
+        This number is equal on all machines of a job and differs between jobs.
+
+        Args:
+            job: Number of the job. None if the cluster does not set it; nothing is added then.
             variable: Environment variable that contains the job's number. It is recorded as the origin of the setting.
         """
         if job is not None:
-            self.decide("main_process_port", 20000 + job % 12000, variable)
+            self.add_setting("main_process_port", 20000 + job % 12000, variable)
 
 
 def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
@@ -152,62 +166,74 @@ def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
     """
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return None
-    read = _ClusterVariables("SLURM", environment)
-    num_machines = read.number("SLURM_STEP_NUM_NODES") or read.number("SLURM_NNODES") or 1
-    num_tasks = read.number("SLURM_STEP_NUM_TASKS") or read.number("SLURM_NTASKS") or num_machines
+    variables = _ClusterVariables("SLURM", environment)
+    num_machines = variables.read_number("SLURM_STEP_NUM_NODES") or variables.read_number("SLURM_NNODES") or 1
+    num_tasks = variables.read_number("SLURM_STEP_NUM_TASKS") or variables.read_number("SLURM_NTASKS") or num_machines
     if num_tasks % num_machines:
         raise ConfigError(
             f"SLURM started {num_tasks} tasks on {num_machines} machines, which is not the same number on each; "
             "start one launcher per machine (srun --ntasks-per-node=1), or as many tasks on each as it has processes"
         )
-    here = num_tasks // num_machines
-    read.decide_machines(num_machines, read.number("SLURM_NODEID") or 0, "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
+    local_world_size = num_tasks // num_machines
+    variables.add_machines(
+        num_machines, variables.read_number("SLURM_NODEID") or 0, "SLURM_STEP_NUM_NODES", "SLURM_NODEID"
+    )
     task = None
-    if here > 1:
-        read.decide("num_processes", num_tasks, "SLURM_STEP_NUM_TASKS")
+    if local_world_size > 1:
+        variables.add_setting("num_processes", num_tasks, "SLURM_STEP_NUM_TASKS")
         if "OMP_NUM_THREADS" not in environment:
-            read.decide("num_cpu_threads_per_process", read.number("SLURM_CPUS_PER_TASK"), "SLURM_CPUS_PER_TASK")
+            variables.add_setting(
+                "num_cpu_threads_per_process", variables.read_number("SLURM_CPUS_PER_TASK"), "SLURM_CPUS_PER_TASK"
+            )
+        gpus_per_task = variables.read_text("SLURM_GPUS_PER_TASK")  # "2" and "h100:2" mean two
         task = ClusterTask(
-            read.number("SLURM_PROCID") or 0,
-            num_tasks,
-            read.number("SLURM_LOCALID") or 0,
-            here,
-            parse_whole_number(read.text("SLURM_GPUS_PER_TASK").rpartition(":")[2]) or 0,  # "2" and "h100:2" mean two
+            rank=variables.read_number("SLURM_PROCID") or 0,
+            world_size=num_tasks,
+            local_rank=variables.read_number("SLURM_LOCALID") or 0,
+            local_world_size=local_world_size,
+            num_devices=parse_whole_number(gpus_per_task.rpartition(":")[2]) or 0,
         )
     if num_machines > 1:
-        nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST")
-        read.decide("main_process_ip", parse_first_host(nodes), "SLURM_STEP_NODELIST")
+        nodes = variables.read_text("SLURM_STEP_NODELIST") or variables.read_text("SLURM_JOB_NODELIST")
+        variables.add_setting("main_process_ip", parse_first_host(nodes), "SLURM_STEP_NODELIST")
     if num_tasks > 1:
-        read.decide_port(read.number("SLURM_JOB_ID"), "SLURM_JOB_ID")
-    return Cluster("SLURM", read.layer, task)
+        variables.add_port(variables.read_number("SLURM_JOB_ID"), "SLURM_JOB_ID")
+    return Cluster("SLURM", variables.layer, task)
 
 
 def _detect_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
+    """Return the Open MPI cluster if mpirun started this process, or None if it did not.
+
+    Raises:
+        ConfigError: If a variable is not a whole number, or if the tasks are not spread evenly over the machines.
+    """
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return None
-    read = _ClusterVariables("Open MPI", environment)
-    num_tasks = read.number("OMPI_COMM_WORLD_SIZE") or 1
-    here = read.number("OMPI_COMM_WORLD_LOCAL_SIZE") or 1
-    rank = read.number("OMPI_COMM_WORLD_RANK") or 0
-    if num_tasks % here:
+    variables = _ClusterVariables("Open MPI", environment)
+    num_tasks = variables.read_number("OMPI_COMM_WORLD_SIZE") or 1
+    local_world_size = variables.read_number("OMPI_COMM_WORLD_LOCAL_SIZE") or 1
+    rank = variables.read_number("OMPI_COMM_WORLD_RANK") or 0
+    if num_tasks % local_world_size:
         raise ConfigError(
-            f"mpirun started {num_tasks} processes, {here} of them on this machine, so not the same number on each; "
+            f"mpirun started {num_tasks} processes, {local_world_size} of them on this machine, so not the same number on each; "
             "start one launcher per machine: mpirun --map-by ppr:1:node headway launch SCRIPT"
         )
     # mpirun fills one machine after the other by default.
-    read.decide_machines(num_tasks // here, rank // here, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    variables.add_machines(
+        num_tasks // local_world_size, rank // local_world_size, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+    )
     task = None
-    if here > 1:
-        read.decide("num_processes", num_tasks, "OMPI_COMM_WORLD_SIZE")
-        task = ClusterTask(rank, num_tasks, read.number("OMPI_COMM_WORLD_LOCAL_RANK") or 0, here)
-    uri = read.text("OMPI_MCA_orte_hnp_uri")  # "JOB.0;tcp://ADDRESS,...:PORT": the address of mpirun itself
+    if local_world_size > 1:
+        variables.add_setting("num_processes", num_tasks, "OMPI_COMM_WORLD_SIZE")
+        task = ClusterTask(rank, num_tasks, variables.read_number("OMPI_COMM_WORLD_LOCAL_RANK") or 0, local_world_size)
+    uri = variables.read_text("OMPI_MCA_orte_hnp_uri")  # "JOB.0;tcp://ADDRESS,...:PORT": the address of mpirun itself
     address = re.search(r"tcp://([0-9.]+)", uri)
-    if num_tasks > here and address is not None:
-        read.decide("main_process_ip", address[1], "OMPI_MCA_orte_hnp_uri")
+    if num_tasks > local_world_size and address is not None:
+        variables.add_setting("main_process_ip", address[1], "OMPI_MCA_orte_hnp_uri")
     if num_tasks > 1:
         job = re.match(r"\d{1,18}", uri)
-        read.decide_port(int(job[0]) if job else None, "OMPI_MCA_orte_hnp_uri")
-    return Cluster("Open MPI", read.layer, task)
+        variables.add_port(int(job[0]) if job else None, "OMPI_MCA_orte_hnp_uri")
+    return Cluster("Open MPI", variables.layer, task)
 
 
 def _detect_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
@@ -217,32 +243,37 @@ def _detect_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     """
     if "KUBERNETES_SERVICE_HOST" not in environment:
         return None
-    read = _ClusterVariables("Kubernetes", environment)
+    variables = _ClusterVariables("Kubernetes", environment)
+    # Names of variables: first those of the operator, then torch's own.
     for size, rank, address, port in (
         ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
         ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),
     ):
-        num_machines = read.number(size) if read.text(address) else None
+        if not variables.read_text(address):
+            continue
+        num_machines = variables.read_number(size)
         if num_machines is None:
             continue
-        read.decide_machines(num_machines, read.number(rank) or 0, size, rank)
+        variables.add_machines(num_machines, variables.read_number(rank) or 0, size, rank)
         if num_machines > 1:
-            read.decide("main_process_ip", read.text(address), address)
-            read.decide("main_process_port", read.number(port), port)
-        per_machine = parse_whole_number(read.text("PET_NPROC_PER_NODE"))
-        if size == "PET_NNODES" and per_machine is not None:
-            read.decide("num_processes", num_machines * per_machine, "PET_NNODES", "PET_NPROC_PER_NODE")
-        return Cluster("Kubernetes", read.layer)
-    index = read.number("JOB_COMPLETION_INDEX")
+            variables.add_setting("main_process_ip", variables.read_text(address), address)
+            variables.add_setting("main_process_port", variables.read_number(port), port)
+        # The value can also be a word such as "auto", which sets nothing.
+        num_local = parse_whole_number(variables.read_text("PET_NPROC_PER_NODE"))
+        if size == "PET_NNODES" and num_local is not None:
+            variables.add_setting("num_processes", num_machines * num_local, "PET_NNODES", "PET_NPROC_PER_NODE")
+        return Cluster("Kubernetes", variables.layer)
+    index = variables.read_number("JOB_COMPLETION_INDEX")
     if index is None:
         return None
-    read.decide("machine_rank", index, "JOB_COMPLETION_INDEX")
-    return Cluster("Kubernetes", read.layer)
+    variables.add_setting("machine_rank", index, "JOB_COMPLETION_INDEX")
+    return Cluster("Kubernetes", variables.layer)
 
 
 def parse_first_host(nodes: str) -> str | None:
     """Return the first host of a SLURM node list, or None for an empty list: 'gpu[07-09,12],cpu1' -> 'gpu07'."""
-    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
+    match = re.match(r"(?P<prefix>[^\[,]+)(?:\[(?P<numbers>[^\]]+)\])?(?P<suffix>[^,\[]*)", nodes)
     if match is None:
         return None
-    return match[1] + (re.split(r"[-,]", match[2])[0] if match[2] else "") + match[3]
+    first_number = re.split(r"[-,]", match["numbers"])[0] if match["numbers"] else ""
+    return match["prefix"] + first_number + match["suffix"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.common.optional import is_available
 from headway.common.system_files import read_system_file
+from headway.core.runtime.peer_access import describe_broken_transfers
 from headway.launch.vendor_devices import find_vendor_accelerator
 from headway.launch.visible_devices import describe_hiding_variables, list_visible_ids
 
@@ -30,6 +31,8 @@ class Machine:
         device_ids: IDs of the visible accelerators, as listed in an environment variable such as CUDA_VISIBLE_DEVICES.
             If no such variable is set, their indices.
         loopback: Name of the loopback interface. None if there is none.
+        broken_transfers: Card and driver with which direct transfers between GPUs fail, such as "GeForce RTX 4090 with driver
+            535.54.03". Empty if there are none.
         hidden_by: Text with the environment variables that hide all accelerators because they name only devices that do
             not exist, such as "HIP_VISIBLE_DEVICES='2'". Otherwise empty.
     """
@@ -41,6 +44,7 @@ class Machine:
     device_ids: tuple[str, ...] = ()
     loopback: str | None = None
     hidden_by: str = ""
+    broken_transfers: str = ""
 
     @property
     def torch_device(self) -> str:
@@ -70,6 +74,7 @@ def inspect_machine(environment: Mapping[str, str], root: Path = Path("/")) -> M
         device_ids=ids,
         loopback=_find_loopback(root),
         hidden_by=describe_hiding_variables(kind, environment) if kind and not ids else "",
+        broken_transfers=describe_broken_transfers(root) if kind == "cuda" and ids else "",
     )
 
 
@@ -89,6 +94,11 @@ def count_cores(root: Path = Path("/")) -> int:
 
 
 def _find_accelerators(root: Path) -> tuple[str | None, int]:
+    """Return the kind and the number of accelerators, as shown by their drivers' files. (None, 0) without any.
+
+    Args:
+        root: Root of the file system, for tests.
+    """
     if (root / "dev/nvidiactl").exists() or (root / "dev/dxg").exists():
         num_devices = _count_nvidia(root)
         if num_devices:
@@ -132,6 +142,7 @@ def _count_nvidia(root: Path) -> int:
 
 
 def _count_by_nvml() -> int | None:
+    """Return the number of GPUs that a process can use according to NVML, or None if NVML fails."""
     import pynvml
 
     try:
@@ -144,6 +155,7 @@ def _count_by_nvml() -> int | None:
 
 
 def _has_mig(nvml: Any, handle: Any) -> bool:
+    """Whether a GPU is divided into MIG instances."""
     try:
         return int(nvml.nvmlDeviceGetMigMode(handle)[0]) == 1
     except nvml.NVMLError:
@@ -164,6 +176,7 @@ def _read_torch_build() -> str:
 
 
 def _find_loopback(root: Path) -> str | None:
+    """Return the name of the loopback interface, or None if it is not known."""
     if sys.platform == "darwin":
         return "lo0"
     return "lo" if (root / "sys/class/net/lo").exists() else None

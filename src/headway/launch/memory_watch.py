@@ -18,7 +18,7 @@ class MemoryWatch:
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._group = next((group for group in list_control_groups(root) if group.num_kills is not None), None)
-        self._before = self._num_kills()
+        self._before = self._count_kills()
 
     def describe_kills(self) -> str:
         """Return a description of the out-of-memory kills since this object was created. Empty if there were none.
@@ -26,7 +26,7 @@ class MemoryWatch:
         The description continues a sentence about a rank that SIGKILL has ended. Kills of any process on this host or
         in this process's control group count.
         """
-        kills = self._num_kills() - self._before
+        kills = self._count_kills() - self._before
         if kills <= 0:
             return ""
         text = "the kernel's out-of-memory killer sent it, as the host's memory ran out"
@@ -37,7 +37,8 @@ class MemoryWatch:
             text += f" (peak: {format_bytes(peak)})"
         return text + "; use fewer processes or data-loading workers, or a smaller batch"
 
-    def _num_kills(self) -> int:
+    def _count_kills(self) -> int:
+        """Return how many processes the kernel's out-of-memory killer has ended, on the host or in this control group."""
         counters = read_system_file(self._root / "proc/vmstat")
         on_the_host = re.search(r"^oom_kill (\d+)", counters, re.MULTILINE)
         in_the_group = None if self._group is None else self._group.num_kills

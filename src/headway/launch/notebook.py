@@ -26,16 +26,26 @@ from headway.core.config.load import SettingValue, merge_layers, read_function_l
 from headway.core.config.values import check_file_value
 from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
-from headway.launch.plan import LaunchPlan, Program
+from headway.launch.order import Program
+from headway.launch.plan import LaunchPlan
 from headway.log import get_logger
 
 logger = get_logger(__name__)
 
-DEFAULT_PORT, LOOPBACK = "29500", "127.0.0.1"
-"""Default port and address of Accelerate's notebook_launcher. A run on one machine needs neither."""
+DEFAULT_PORT = "29500"
+"""Default port of Accelerate's notebook_launcher. A run on one machine does not need it."""
+LOOPBACK = "127.0.0.1"
+"""Default address of Accelerate's notebook_launcher. A run on one machine does not need it."""
 
-_GRACE = 30.0
+_GRACE_SECONDS = 30.0
 """Seconds that a run has to end after an interrupt. The launcher needs up to 20 if ranks ignore the signal."""
+_ARGUMENT_NAMES = {
+    "num_machines": "num_nodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "use_port",
+}
+"""Mapping from a setting's name to the name of its notebook_launcher argument, for settings whose two names differ."""
 
 
 def notebook_launcher(
@@ -59,30 +69,35 @@ def notebook_launcher(
 ) -> list[Any]:
     """Call `function(*args)` on every accelerator of this machine, or in `num_processes` processes.
 
+    Each process is one rank. The call waits until all processes have ended, and shows their output. It works in notebooks
+    and in scripts. The function and its arguments are sent to new processes by cloudpickle, so the caller's objects do
+    not change.
+
     HEADWAY_* variables, such as HEADWAY_TIMEOUT, set what the arguments leave open. Those for several machines are ignored.
 
     Args:
         function: Any function, including one defined in a cell. It creates its own Accelerator.
-        args: Positional arguments of the function.
-        num_processes: Number of processes on this machine. Default: one per accelerator, or one if there is no
+        args: Positional arguments of the function. Default: none.
+        num_processes: Number of processes on this machine. None (the default): one per accelerator, or one if there is no
             accelerator.
-        mixed_precision: Precision of the computation, as for `headway launch`. Default: None, the function chooses.
-        use_port: Free port on machine 0 for the rendezvous.
-        master_addr: Address of machine 0 for the rendezvous.
-        node_rank: Rank of this machine.
-        num_nodes: Number of machines, each with a notebook that runs this cell.
+        mixed_precision: Precision of the computation: "no", "bf16", "fp16" or "fp8". None (the default): the function
+            chooses.
+        use_port: Free port on machine 0 for the rendezvous. Default: "29500".
+        master_addr: Address of machine 0 for the rendezvous. Default: "127.0.0.1".
+        node_rank: Rank of this machine, from 0. Default: 0.
+        num_nodes: Number of machines, each with a notebook that runs this cell. Default: 1.
         rdzv_backend: Rendezvous backend, as for `headway launch`. With `num_nodes=1` there is no rendezvous: the
             launcher binds a free port, and all `rdzv_*` arguments, `use_port` and `master_addr` have no effect.
             With several machines, "static" (the default) becomes "c10d" if `max_restarts` is above 0.
         rdzv_endpoint: Address and port of the rendezvous in one string, "address:port". Default: "", `master_addr` and
             `use_port` are used.
         rdzv_conf: Options of the rendezvous backend, as for `headway launch`. Default: None, no options.
-        rdzv_id: ID of the run, as for `headway launch`.
-        max_restarts: Number of times that all processes are restarted after a failure.
-        monitor_interval: Seconds between two checks of the processes.
+        rdzv_id: ID of the run, as for `headway launch`. Default: "none".
+        max_restarts: Number of times that all processes are restarted after a failure. Default: 0.
+        monitor_interval: Seconds between two checks of the processes. Default: 0.1.
         log_line_prefix_template: Ignored, with a warning. Accepted for compatibility with Accelerate. Lines of ranks
             appear in the cell without a prefix.
-        cpu: Whether to compute on the CPU even if there is an accelerator.
+        cpu: Whether to compute on the CPU even if there is an accelerator. Default: False.
 
     Returns:
         Return values of the function by rank. None for values that cannot be pickled and for ranks on other machines.
@@ -93,6 +108,15 @@ def notebook_launcher(
         ConfigError: If an argument has a wrong type or is out of range, or a launcher has started this process itself
             as one of several.
         OptionalDependencyMissing: If cloudpickle is not installed.
+
+    Example::
+
+        def train(lr):
+            accelerator = Accelerator()
+            ...
+            return lr
+
+        results = notebook_launcher(train, (1e-3,), num_processes=2)  # one result per rank
     """
     cloudpickle = require("cloudpickle", "notebook_launcher needs", "cloudpickle")
     if not callable(function):
@@ -105,19 +129,19 @@ def notebook_launcher(
         )
     if log_line_prefix_template is not None:
         logger.warning_once("log_line_prefix_template has no effect: lines of ranks have no prefix in a notebook")
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {  # None: not set, so that an environment variable decides
         "num_processes": num_processes,
         "mixed_precision": mixed_precision,
         "cpu": cpu or None,
         "max_restarts": max_restarts or None,
         "monitor_interval": None if monitor_interval == 0.1 else monitor_interval,
     }
-    given |= _build_endpoint(
+    settings |= _build_endpoint(
         num_nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id
     )
-    layer = {name: _check_option(name, value) for name, value in given.items() if value is not None}
+    layer = {name: _check_option(name, value) for name, value in settings.items() if value is not None}
     layer["module"] = SettingValue(True, "notebook_launcher")
-    if num_processes is not None and num_nodes > 1:
+    if num_processes is not None and num_nodes > 1:  # the setting counts the processes of all machines
         layer["num_processes"] = SettingValue(layer["num_processes"].value * num_nodes, layer["num_processes"].origin)
     with tempfile.TemporaryDirectory(prefix="headway-cell-") as folder:
         Path(folder, "call").write_bytes(cloudpickle.dumps((function, tuple(args))))
@@ -140,10 +164,12 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
     """Call `function(*args)` in `num_processes` CPU processes, to try distributed code without accelerators.
 
+    Each process is one rank. The call waits until all processes have ended. It is `notebook_launcher` with `cpu=True`.
+
     Args:
         function: Any function, including one defined in a cell. It creates its own Accelerator.
-        args: Positional arguments of the function.
-        num_processes: Number of processes, at least 1.
+        args: Positional arguments of the function. Default: none.
+        num_processes: Number of processes, at least 1. Default: 2.
 
     Returns:
         Return values of the function by rank. None for values that cannot be pickled.
@@ -153,17 +179,15 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         ConfigError: If `num_processes` is not an integer of at least 1, or if `function` or `args` has a wrong type.
             Also if a launcher has started this process itself as one of several.
         OptionalDependencyMissing: If cloudpickle is not installed.
+
+    Example::
+
+        def count(bonus):
+            return Accelerator().num_processes + bonus
+
+        assert debug_launcher(count, (1,), num_processes=2) == [3, 3]
     """
     return notebook_launcher(function, args, num_processes, cpu=True)
-
-
-_NAMES = {
-    "num_machines": "num_nodes",
-    "machine_rank": "node_rank",
-    "main_process_ip": "master_addr",
-    "main_process_port": "use_port",
-}
-"""Dict from a setting's name to the name of its notebook_launcher argument, for settings whose two names differ."""
 
 
 def _check_option(name: str, value: Any) -> SettingValue:
@@ -178,7 +202,7 @@ def _check_option(name: str, value: Any) -> SettingValue:
     Raises:
         ConfigError: If the value has a wrong type or is out of range.
     """
-    origin = f"notebook_launcher({_NAMES.get(name, name)}=...)"
+    origin = f"notebook_launcher({_ARGUMENT_NAMES.get(name, name)}=...)"
     if not isinstance(value, (bool, str)) and hasattr(value, "__index__"):
         value = operator.index(value)
     return SettingValue(check_file_value(SETTINGS[name], value, origin), origin)
@@ -194,32 +218,42 @@ def _build_endpoint(
     rdzv_conf: Mapping[str, Any] | None,
     rdzv_id: str,
 ) -> dict[str, Any]:
-    """Return the rendezvous settings of several notebooks, or {} for a single notebook, which uses a free port.
+    """Return the rendezvous settings of several notebooks by name, or {} for a single notebook, which uses a free port.
 
     For a single notebook, warn about rendezvous arguments that were given but have no effect.
+
+    Args:
+        num_nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: As in
+            `notebook_launcher`.
 
     Raises:
         ConfigError: If the port is not a number, or if several machines would meet at a loopback address.
     """
     if num_nodes == 1 and node_rank == 0:
-        unused = {
+        values_and_defaults: dict[str, tuple[object, object]] = {
             "use_port": (use_port, DEFAULT_PORT),
             "master_addr": (master_addr, LOOPBACK),
             "rdzv_endpoint": (rdzv_endpoint, ""),
             "rdzv_backend": (rdzv_backend, "static"),
             "rdzv_conf": (rdzv_conf or None, None),
         }
-        named = [f"{name}={given!r}" for name, (given, default) in unused.items() if str(given) != str(default)]
-        if named:
+        unneeded = [
+            f"{name}={value!r}" for name, (value, default) in values_and_defaults.items() if str(value) != str(default)
+        ]
+        if unneeded:
             logger.warning_once(
-                f"{', '.join(named)}: not needed, since on one machine the launcher binds a free port by itself"
+                f"{', '.join(unneeded)}: not needed, since on one machine the launcher binds a free port by itself"
             )
         return {}
-    address, port = (rdzv_endpoint.rpartition(":")[::2]) if rdzv_endpoint else (master_addr, use_port)
-    if not str(port).isdecimal():
+    if rdzv_endpoint:
+        address, _, port = rdzv_endpoint.rpartition(":")
+        port_argument = f"rdzv_endpoint={rdzv_endpoint!r}"
+    else:
+        address, port = master_addr, str(use_port)
+        port_argument = f"use_port={use_port!r}"
+    if not port.isdecimal():
         raise ConfigError(
-            f"notebook_launcher got {f'rdzv_endpoint={rdzv_endpoint!r}' if rdzv_endpoint else f'use_port={use_port!r}'}; give a "
-            "port as a number: use_port=29500, or rdzv_endpoint='10.0.0.1:29500'"
+            f"notebook_launcher got {port_argument}; give a port as a number: use_port=29500, or rdzv_endpoint='10.0.0.1:29500'"
         )
     if num_nodes > 1 and address == LOOPBACK:
         raise ConfigError(
@@ -297,11 +331,11 @@ def _run(planned: LaunchPlan, environment: dict[str, str]) -> int:
 def _wait_for_child(child: "subprocess.Popen[str]") -> None:
     """Show the remaining output of an interrupted run.
 
-    Return when the run has ended, after `_GRACE` seconds, or at a second interrupt. The caller then kills the remaining
+    Return when the run has ended, after `_GRACE_SECONDS` seconds, or at a second interrupt. The caller then kills the remaining
     processes.
     """
     assert child.stdout is not None
-    timer = threading.Timer(_GRACE, child.kill)
+    timer = threading.Timer(_GRACE_SECONDS, child.kill)
     timer.daemon = True
     timer.start()
     with contextlib.suppress(KeyboardInterrupt):
@@ -312,11 +346,16 @@ def _wait_for_child(child: "subprocess.Popen[str]") -> None:
 
 
 def _read_pickle(path: Path) -> Any:
+    """Return the object that a rank has pickled to a file, or None if the file does not exist."""
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 def _find_first_error(folder: str, world_size: int) -> BaseException | None:
-    found = [path for rank in range(world_size) if (path := Path(folder, f"error{rank}")).exists()]
-    first = min(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-    error = None if first is None else _read_pickle(first)
+    """Return the exception that a rank recorded first. None if no rank did, or the exception could not be pickled."""
+    paths = [Path(folder, f"error{rank}") for rank in range(world_size)]
+    error_files = [path for path in paths if path.exists()]
+    if not error_files:
+        return None
+    oldest_file = min(error_files, key=lambda path: path.stat().st_mtime_ns)
+    error = _read_pickle(oldest_file)
     return error if isinstance(error, BaseException) else None

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from headway.errors import ConfigError, LaunchError
-from headway.launch.plan import LaunchPlan, Program
+from headway.launch.order import Program
+from headway.launch.plan import LaunchPlan
 
 
 def execute_plan(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool = False) -> NoReturn:
@@ -24,6 +25,7 @@ def execute_plan(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: 
         plan: Launch to execute.
         environment: Environment variables of the launcher, to which the plan's changes are applied.
         is_quiet: Whether to omit the banner and the notes. If the plan's banner is empty, both are always omitted.
+            Default: False.
 
     Raises:
         LaunchError: If the command cannot be found or started.
@@ -68,29 +70,46 @@ def check_program(program: Program, *, can_be_other: bool = True) -> None:
 
 
 def _check_script(target: str, can_be_other: bool) -> None:
+    """Raise an error unless Python can run a path: a script, or a folder or archive that contains a `__main__.py`.
+
+    Args:
+        target: Path to check.
+        can_be_other: Whether the command could also run a program that is not Python. The advice then mentions it.
+
+    Raises:
+        ConfigError: If the path does not exist, cannot be read, or is a folder or archive without a `__main__.py`.
+    """
+    is_folder = os.path.isdir(target)
+    if not is_folder:
+        _check_readable(target, can_be_other)
+    elif not Path(target, "__main__.py").is_file():
+        scripts = _list_scripts(Path(target))
+        example = f", such as {Path(target, scripts[0])}" if scripts else ""
+        raise ConfigError(
+            f"{target!r} is a folder without a __main__.py; give the script in it{example}, or -m to run a module"
+        )
+    if target.endswith((".zip", ".pyz", ".egg")) and not _has_main(target):
+        raise ConfigError(f"{target!r} is not an archive with a __main__.py; give one that `python {target}` runs")
+
+
+def _check_readable(target: str, can_be_other: bool) -> None:
+    """Raise `ConfigError` if a file does not exist or cannot be read. See `_check_script` for the arguments."""
     try:
-        is_folder = os.path.isdir(target)
-        if not is_folder and stat.S_ISREG(os.stat(target).st_mode):  # opening a pipe would block for a writer
+        if stat.S_ISREG(os.stat(target).st_mode):  # opening a pipe would block for a writer
             with open(target, "rb"):
                 pass
     except FileNotFoundError:
         raise ConfigError(
             f"there is no script {target!r} (looked in {Path.cwd()}); {_find_near_names(target, can_be_other)}"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         shown = target if len(target) <= 80 else f"{target[:60]}... ({len(target)} characters)"
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"the script {shown!r} cannot be read: {why}; {_suggest_remedy(error)}") from None
-    if is_folder and not Path(target, "__main__.py").is_file():
-        such = "".join(f", such as {Path(target, name)}" for name in _scripts_in(Path(target))[:1])
-        raise ConfigError(
-            f"{target!r} is a folder without a __main__.py; give the script in it{such}, or -m to run a module"
-        )
-    if target.endswith((".zip", ".pyz", ".egg")) and not _has_main(target):
-        raise ConfigError(f"{target!r} is not an archive with a __main__.py; give one that `python {target}` runs")
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the script {shown!r} cannot be read: {reason}; {_suggest_remedy(error)}") from None
 
 
 def _suggest_remedy(error: Exception) -> str:
+    """Return advice on a script that cannot be read."""
     if isinstance(error, PermissionError):
         return "let this user read it (chmod u+r), or start the run as a user who may"
     return "give the path of a Python file"
@@ -106,12 +125,14 @@ def _find_near_names(target: str, can_be_other: bool) -> str:
     from difflib import get_close_matches
 
     path = Path(target)
-    for name in get_close_matches(path.name, _scripts_in(path.parent), n=1):
-        return f"did you mean {path.with_name(name)}?"
+    similar_names = get_close_matches(path.name, _list_scripts(path.parent), n=1)
+    if similar_names:
+        return f"did you mean {path.with_name(similar_names[0])}?"
     return "give its path, or -m to run a module" + (", or --no_python to run another program" if can_be_other else "")
 
 
-def _scripts_in(folder: Path) -> list[str]:
+def _list_scripts(folder: Path) -> list[str]:
+    """Return the names of a folder's Python files, sorted. Empty if the folder cannot be read."""
     try:
         return sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
     except OSError:
@@ -119,6 +140,7 @@ def _scripts_in(folder: Path) -> list[str]:
 
 
 def _has_main(target: str) -> bool:
+    """Whether the file is a zip archive that contains a `__main__.py`."""
     import zipfile  # takes a tenth of a launch, and is rarely needed
 
     try:
@@ -129,6 +151,11 @@ def _has_main(target: str) -> bool:
 
 
 def _check_module(target: str) -> None:
+    """Raise an error unless `python -m` can find a module of this name.
+
+    Raises:
+        ConfigError: If the text is the path of a file or not a name of a module, or its top-level package is not found.
+    """
     if os.sep in target or (target.endswith(".py") and os.path.isfile(target)):
         name = target.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise ConfigError(
@@ -138,14 +165,15 @@ def _check_module(target: str) -> None:
         raise ConfigError(f"-m takes the name of a module, such as my_package.train, and {target!r} is not one")
     # Check only the first part, because finding a submodule imports its packages. Python itself reports a missing
     # submodule.
-    if not _is_there(target.partition(".")[0]):
+    if not _can_find_module(target.partition(".")[0]):
         raise ConfigError(
             f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); start from the folder that "
             "contains it, or install it, or leave -m out to run a file"
         )
 
 
-def _is_there(name: str) -> bool:
+def _can_find_module(name: str) -> bool:
+    """Whether a top-level module exists in the current folder or in this Python's packages. It is not imported."""
     with _search_here_first():
         try:
             return importlib.util.find_spec(name) is not None

@@ -71,6 +71,7 @@ def has_vendor_package(folders: Iterable[str] | None = None) -> bool:
 
 
 def _list_packages(folder: str) -> list[str]:
+    """Return the paths of the metadata folders of the packages in a folder. Empty if the folder cannot be read."""
     try:
         with os.scandir(folder or ".") as entries:
             return [entry.path for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]

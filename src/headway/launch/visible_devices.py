@@ -60,6 +60,7 @@ def list_visible_ids(kind: str, num_devices: int, environment: Mapping[str, str]
 
 
 def _find_listed_ids(text: str, num_devices: int) -> tuple[str, ...]:
+    """Return the devices in a list such as "0,1". As in CUDA, an invalid index ends the list."""
     ids: list[str] = []
     for part in text.split(","):
         name = part.strip()

@@ -104,12 +104,19 @@ def _record_faults(record: str | None) -> None:
 
 
 def _remove_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the launcher's frames at its beginning. None if no frame is left."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
 def _report_error(error: Exception, record: str | None) -> None:
+    """Record an exception for the agent, and call `sys.excepthook`, whose output is dropped after a record.
+
+    Args:
+        error: Exception of the user's program.
+        record: File for the record. None to write none.
+    """
     from headway.common import scope, tracebacks
     from headway.launch.agent.records import write_record
 
@@ -186,6 +193,15 @@ def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _load_from_spec(spec: importlib.machinery.ModuleSpec, origin: str) -> CodeType:
+    """Return the code of a module, and prepare `__main__` and `sys.argv[0]` for running it.
+
+    Args:
+        spec: Spec of the module.
+        origin: Path of the module's file.
+
+    Raises:
+        LaunchError: If the module has no Python code.
+    """
     sys.argv[0] = origin
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None

@@ -1,304 +1,33 @@
-"""Dispatch models: place their parts on devices, in host memory and on disk, load their weights, and run them in place.
+"""Dispatch models: place their parts on devices, in host memory and on disk, and run them in place."""
 
-Weights are mapped from their files. They are converted or copied only if necessary. Names, shapes and files are checked
-before the first value is loaded.
-"""
-
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from headway.common.text import format_bytes
-from headway.core.weights.files import StoredTensor, WeightFiles, open_checkpoint
-from headway.core.weights.names import (
-    Conversion,
-    TensorLocation,
-    TensorSources,
-    assign_value,
-    is_mapped,
-    load_extra_states,
-    map_locations,
-    map_ties,
-    match_names,
-)
-from headway.core.weights.shards import TensorSpec
-from headway.errors import ConfigError, UnsupportedError
+from headway.core.weights.locations import TensorLocation, assign_value, is_mapped, map_locations, map_ties
+from headway.core.weights.tensor_bytes import TensorSpec
+from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.offload.execution import Execution, undispatch_model
 from headway.offload.offload_folder import OffloadedWeightsLoader, find_existing, fit_value, offload_tensors
 from headway.offload.placement.automatic_map import resolve_device_map
-from headway.offload.placement.budget import Device, check_presence
+from headway.offload.placement.budget import Device, check_budget_devices
 from headway.offload.placement.device_map import DeviceMap
-from headway.offload.placement.homes import (
+from headway.offload.placement.sizes import Dtype
+from headway.offload.placement.storage_devices import (
     CPU,
     DISK,
-    Home,
     Placement,
-    is_offloaded,
+    StorageDevice,
     make_placement,
     resolve_compute_device,
 )
-from headway.offload.placement.sizes import Dtype, parse_dtype
+from headway.offload.weight_loading import check_checkpoint_kind, load_weights
 
 logger = get_logger(__name__)
-
-
-def load_checkpoint_in_model(
-    model: nn.Module,
-    checkpoint: str | Path,
-    device_map: Mapping[str, Device] | None = None,
-    offload_folder: str | Path | None = None,
-    dtype: Dtype | None = None,
-    offload_state_dict: bool = False,
-    offload_buffers: bool = False,
-    keep_in_fp32_modules: Iterable[str] | None = None,
-    offload_8bit_bnb: bool = False,
-    strict: bool = False,
-    full_state_dict: bool = True,
-    broadcast_from_rank0: bool = False,
-) -> None:
-    """Load a checkpoint into a model, on the meta device or with values.
-
-    On the CPU, weights are mapped from their files. A memory page is read at its first use. Changes, such as those of
-    training, stay in memory and never reach the file. If the model needs another dtype or layout than the file has,
-    tensors are converted one at a time. All names, shapes and files are checked before the first value is loaded.
-
-    Args:
-        model: Any module. A model on the meta device gets new parameters. Other models keep theirs, with new values.
-        checkpoint: File, index, folder, or model ID on the Hugging Face Hub. Safetensors are preferred to `.bin` files.
-            A `.bin` file is read without executing any of its content.
-        device_map: Device by module name, as returned by infer_auto_device_map. The key "" is the whole model, and
-            "disk" leaves weights in their files. None leaves tensors on their devices, and loads tensors on the meta
-            device to the CPU.
-        offload_folder: Folder for tensors on "disk" that cannot be used from their own file: converted tensors and old
-            `.bin` files.
-        dtype: Dtype in which floating weights are loaded, or None for the model's dtype.
-        offload_state_dict: No effect, because the whole state dict is never in memory. Accepted for compatibility with
-            Accelerate.
-        offload_buffers: Whether the buffers of modules on "disk" are left on disk, too.
-        keep_in_fp32_modules: Components of dotted names, such as "lm_head". Weights whose names contain one are loaded
-            as float32 regardless of `dtype`.
-        offload_8bit_bnb: Not supported.
-        strict: Whether to raise CheckpointError if the checkpoint has names that the model lacks, or lacks persistent
-            buffers of the model.
-        full_state_dict: Whether the checkpoint has full tensors. False is not supported.
-        broadcast_from_rank0: No effect, because all ranks on a machine share the pages of the mapped files.
-
-    Raises:
-        CheckpointError: If the checkpoint is missing or damaged, or does not fit the model. The model is then
-            unchanged.
-        ConfigError: If the device map does not match the model, or `dtype` is not a dtype of torch. Also if an offload
-            folder is needed and not given, or belongs to another model.
-        UnsupportedError: If `offload_8bit_bnb=True` or `full_state_dict=False` is given.
-    """
-    check_checkpoint_kind(full_state_dict, offload_8bit_bnb)
-    homes = None
-    if device_map is not None:
-        homes = make_placement(model, resolve_device_map(model, device_map), CPU, offload_buffers).homes
-    load_weights(model, checkpoint, homes, offload_folder, dtype, keep_in_fp32_modules or (), strict)
-
-
-def check_checkpoint_kind(full_state_dict: bool, is_quantized: bool = False) -> None:
-    """Raise UnsupportedError unless the checkpoint has full, unquantized tensors.
-
-    Args:
-        full_state_dict: Whether the checkpoint has full tensors. False: it has shards.
-        is_quantized: Whether the checkpoint has the tensors of bitsandbytes' 8-bit layers.
-    """
-    if is_quantized or not full_state_dict:
-        raise UnsupportedError(
-            "load_checkpoint_in_model() loads full, unquantized tensors; leave offload_8bit_bnb=False, full_state_dict=True"
-        )
-
-
-def load_weights(
-    model: nn.Module,
-    checkpoint: str | Path,
-    homes: Mapping[str, Home] | None,
-    offload_folder: str | Path | None,
-    dtype: Dtype | None,
-    fp32_modules: Iterable[str],
-    strict: bool,
-) -> None:
-    """Load a checkpoint, and move each tensor to its target device or leave it on disk.
-
-    Args:
-        model, checkpoint, offload_folder, dtype, strict: See load_checkpoint_in_model().
-        homes: Target of each tensor by name: a device, or "disk". None leaves tensors on their devices, and loads
-            tensors on the meta device to the CPU.
-        fp32_modules: Components of dotted names, such as "lm_head". Weights whose names contain one are loaded as
-            float32.
-
-    Raises:
-        CheckpointError: If the checkpoint is missing or damaged, or does not fit the model.
-        ConfigError: If `dtype` is not a dtype of torch, or an offload folder is needed and not given, or belongs to
-            another model.
-    """
-    opened = open_checkpoint(checkpoint)
-    places = map_locations(model)
-    sources = match_names(model, places, opened, strict)
-    target = parse_dtype(dtype)
-    if target is not None and not isinstance(target, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r} has no dtype in torch to load into; it is for estimates only")
-    if homes is None:
-        homes = {name: CPU if place.tensor.is_meta else place.tensor.device for name, place in places.items()}
-    _WeightLoading(
-        checkpoint=opened,
-        sources=sources,
-        places=places,
-        homes=homes,
-        dtype=target,
-        fp32_modules=frozenset(fp32_modules),
-        folder=offload_folder,
-    ).load_values()
-    load_extra_states(model, sources, opened)
-
-
-@dataclass
-class _WeightLoading:
-    """Operation that loads a checkpoint's tensors into a model.
-
-    Attributes:
-        checkpoint: Open files of the checkpoint.
-        sources: Mapping from the model's tensors to the stored tensors from which they are loaded.
-        places: Modules and attributes that hold each tensor of the model, by name.
-        homes: Target of each tensor by name: a device, or "disk".
-        dtype: Dtype in which floating weights are loaded, or None for the model's dtype.
-        fp32_modules: Components of dotted names. Weights whose names contain one are loaded as float32.
-        folder: Offload folder, or None.
-    """
-
-    checkpoint: WeightFiles
-    sources: TensorSources
-    places: dict[str, TensorLocation]
-    homes: Mapping[str, Home]
-    dtype: torch.dtype | None
-    fp32_modules: frozenset[str]
-    folder: str | Path | None
-
-    def load_values(self) -> None:
-        """Load the value of every tensor of the model, and assign it to the tensor."""
-        groups = map_ties(self.places)
-        offloaded = self._write_offloaded()
-        num_mapped = 0
-        for name, value, is_in_file in self._iterate_values(offloaded):
-            assign_value(self.places, groups[name], value, is_in_file)
-            num_mapped += value.nbytes if is_in_file else 0
-        total = sum(stored.num_bytes for stored in self.checkpoint.tensors.values())
-        logger.info(
-            "%s: %d tensors, %s, of which %s are used from the file",
-            self.checkpoint.source,
-            len(self.sources.shapes),
-            format_bytes(total),
-            format_bytes(num_mapped),
-        )
-
-    def _choose_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a tensor is loaded.
-
-        Tensors that are not floating in the file, and tensors with less than 16 bits in the model, keep the model's
-        dtype.
-        """
-        own, stored = self.places[name].tensor.dtype, self.sources.shapes[name][1]
-        if not stored.is_floating_point or own.itemsize < 2:
-            return own
-        if not self.fp32_modules.isdisjoint(name.split(".")):
-            return torch.float32
-        return own if self.dtype is None else self.dtype
-
-    def _iterate_values(self, offloaded: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield each tensor's name and value, and whether the value is mapped from a file.
-
-        In addition to the tensors that are already in the model, only one tensor at a time is in memory.
-
-        Args:
-            offloaded: Tensors that have been written to the offload folder, by name.
-        """
-        groups = map_ties(self.places)
-        # First tensor of the tied group that uses the memory at each address.
-        leader_by_address: dict[int, str] = {}
-        for name, key in self.sources.direct.items():
-            if name in offloaded:
-                yield name, offloaded[name].tensor(), True
-                continue
-            stored, dtype, home = self.checkpoint.tensors[key], self._choose_dtype(name), self.homes[name]
-            value, leader = stored.tensor(), groups[name][0]
-            if value.numel() and leader_by_address.setdefault(value.data_ptr(), leader) != leader:
-                # The file has one tensor for several tensors that are not tied in this model. Each gets its own memory.
-                value = open_checkpoint(stored.file).tensors[key].tensor() if stored.is_mapped else value.clone()
-            if not is_offloaded(home):
-                value = value.to(home)
-            is_in_file = stored.is_mapped and value.device.type == "cpu" and dtype == value.dtype
-            yield name, value.to(dtype), is_in_file
-        for conversion in self.sources.conversions:
-            if conversion.target in offloaded:
-                names = self._list_converted_names(conversion)
-                yield from ((name, offloaded[name].tensor(), True) for name in offloaded if name in names)
-                continue
-            for name, value in conversion.run(self._read_tensor).items():
-                home = CPU if self.homes[name] == DISK else self.homes[name]
-                yield name, value.to(home).to(self._choose_dtype(name)), False
-
-    def _read_tensor(self, key: str) -> torch.Tensor:
-        """Return the tensor with this name in the checkpoint."""
-        return self.checkpoint.tensors[key].tensor()
-
-    def _list_converted_names(self, conversion: Conversion) -> set[str]:
-        """Return the names of the model's tensors that a conversion makes, without reading any value."""
-        return set(conversion.run(lambda key: self._read_tensor(key).to("meta")))
-
-    def _write_offloaded(self) -> dict[str, StoredTensor]:
-        """Write tensors whose target is the disk to the offload folder, unless their own file can be used directly.
-
-        Returns:
-            The written tensors, by name.
-
-        Raises:
-            ConfigError: If tensors must be written, but no offload folder was given.
-        """
-        direct = {}
-        for name, key in self.sources.direct.items():
-            is_usable = (
-                self.checkpoint.tensors[key].is_mapped and self._choose_dtype(name) == self.sources.shapes[name][1]
-            )
-            if self.homes[name] == DISK and not is_usable:
-                direct[name] = key
-        conversions = [each for each in self.sources.conversions if self.homes[each.target] == DISK]
-        names = [*direct, *(name for each in conversions for name in self._list_converted_names(each))]
-        if not names:
-            return {}
-        if self.folder is None:
-            raise ConfigError(
-                f"{len(names)} tensors placed on disk cannot be used from their files as they are (converted in dtype or "
-                f"layout, or in an old format): {', '.join(names[:5])}; give offload_folder=, or load with the files' dtype"
-            )
-
-        def iterate_values() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, key in direct.items():
-                yield name, self._read_tensor(key).to(self._choose_dtype(name))
-            for conversion in conversions:
-                for name, value in conversion.run(self._read_tensor).items():
-                    yield name, value.to(self._choose_dtype(name))
-
-        specs = {name: TensorSpec(self.sources.shapes[name][0], self._choose_dtype(name)) for name in names}
-        return offload_tensors(self.folder, specs, _make_identity(self.checkpoint), iterate_values).tensors
-
-
-def _make_identity(checkpoint: WeightFiles) -> str:
-    """Return a hash of a checkpoint's file names, sizes and modification times.
-
-    The offload folder stores it to identify the source of its tensors.
-    """
-    descriptions = []
-    for file in checkpoint.files:
-        stat = file.stat()
-        descriptions.append((file.name, stat.st_size, stat.st_mtime_ns))
-    return hashlib.sha256(repr(descriptions).encode()).hexdigest()
 
 
 def load_checkpoint_and_dispatch(
@@ -318,22 +47,39 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model, place its parts on devices, and return the model.
+    """Load a checkpoint into a model, place its parts on devices, and return the model, ready to be called.
 
-    See load_checkpoint_in_model() and dispatch_model() for the arguments that are not listed.
+    Parts on an accelerator run there. Parts on "cpu" and "disk" run on the main device, to which their weights are copied
+    ahead of use. Host memory needs to hold only the parts on "cpu". No Accelerator is needed, and no rank waits.
 
     Args:
         model: Module, usually built under init_empty_weights().
-        checkpoint: File, index, folder, or model ID on the Hugging Face Hub.
-        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for the whole model, or devices by
-            module name. None loads the checkpoint without placing the parts on devices.
+        checkpoint: File, index, folder, or model ID on the Hugging Face Hub. Safetensors are preferred to `.bin` files.
+        device_map: "auto" or "balanced" (spread evenly over the accelerators), "balanced_low_0" (leave the first one as
+            free as possible), "sequential" (fill one device after another), one device for the whole model, or devices
+            by module name. None (the default) loads the checkpoint without placing the parts on devices.
         max_memory: Memory limit of each device, in bytes or as text such as "10GiB". Used if `device_map` is "auto",
-            "balanced", "balanced_low_0" or "sequential".
-        no_split_module_classes: Classes whose modules are not split over devices, or None for the classes that the
-            model declares.
-        skip_keys: Names of keyword arguments of `forward` that are not moved between devices.
+            "balanced", "balanced_low_0" or "sequential". None (the default): the memory that is free now.
+        no_split_module_classes: Names of classes whose modules are not split over devices. None (the default): the
+            classes that the model declares.
+        offload_folder: Folder for weights on "disk" that cannot be used from their own file: converted weights and old
+            `.bin` files. None (the default): no folder.
+        offload_buffers: Whether buffers are offloaded, too. False (the default): they stay on the main device.
+        dtype: Dtype in which floating weights are loaded. None (the default): the model's dtype.
+        offload_state_dict: No effect. Accepted for compatibility with Accelerate.
+        skip_keys: Names of keyword arguments of `forward` that are not moved between devices. None (the default): all
+            are moved.
         preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
-            weights of such a module are loaded together with those of its submodules.
+            weights of such a module are loaded together with those of its submodules. None (the default): only torch's.
+        force_hooks: Whether hooks are attached even if everything is on one device. Default: False.
+        strict: Whether to raise CheckpointError if the checkpoint has names that the model lacks, or lacks persistent
+            buffers of the model. Default: False.
+        full_state_dict: Whether the checkpoint has full tensors. False is not supported. Default: True.
+        broadcast_from_rank0: No effect, because all ranks on a machine share the pages of the mapped files.
+
+    Returns:
+        The object that was passed as `model`, whose training mode does not change. Its attribute `hf_device_map` is
+        the device map, unless `device_map` is None.
 
     Raises:
         CheckpointError: If the checkpoint is missing or damaged, or does not fit the model. The model is then
@@ -342,17 +88,24 @@ def load_checkpoint_and_dispatch(
         ConfigError: If `dtype` is not a dtype of torch, or an offload folder is needed and not given, or belongs to
             another model.
         UnsupportedError: If `full_state_dict=False` is given.
+
+    Example::
+
+        with init_empty_weights():
+            model = build_model()
+        model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
+        outputs = model(inputs)
     """
     check_checkpoint_kind(full_state_dict)
     placement = None
     if device_map is not None:
-        check_presence(max_memory)
+        check_budget_devices(max_memory)
         resolved = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
         )
         placement = make_placement(model, resolved, None, offload_buffers)
-    homes = None if placement is None else placement.homes
-    load_weights(model, checkpoint, homes, offload_folder, dtype, (), strict)
+    storage_devices = None if placement is None else placement.storage_devices
+    load_weights(model, checkpoint, storage_devices, offload_folder, dtype, (), strict)
     if placement is not None:
         undispatch_model(model)
         _attach_execution(model, placement, offload_folder, skip_keys, preload_module_classes, force_hooks)
@@ -380,22 +133,26 @@ def dispatch_model(
     A dispatched model can be dispatched again.
 
     Args:
-        model: Model to place.
-        device_map: "auto", "balanced", "balanced_low_0", "sequential", one device for the whole model, or devices by
-            module name.
-        main_device: Device that runs offloaded parts. None for the first accelerator in the map, else the CPU.
-        state_dict: Values for parts on the meta device.
-        offload_dir: Folder for weights that are placed on "disk" and are not in a mapped file yet.
+        model: Model to place, with values.
+        device_map: "auto" or "balanced" (spread evenly over the accelerators), "balanced_low_0" (leave the first one as
+            free as possible), "sequential" (fill one device after another), one device for the whole model, or devices
+            by module name, as from infer_auto_device_map.
+        main_device: Device that runs offloaded parts. None (the default): the first accelerator in the map, else the
+            CPU.
+        state_dict: Values for parts on the meta device, by name. None (the default): no part is on the meta device.
+        offload_dir: Folder for weights that are placed on "disk" and are not in a mapped file yet. None (the default):
+            no folder.
         offload_index: Entries that locate values in files, by tensor name. An entry is either {"safetensors_file":
             path, "weight_name": name in that file}, or {"dtype": ..., "shape": ...} for `<name>.dat` in the offload
-            folder, as returned by read_offload_index().
-        offload_buffers: Whether buffers are offloaded, too. If False, they stay on the main device, because they are
-            small.
-        skip_keys: Names of keyword arguments of `forward` that are not moved between devices.
+            folder, as returned by read_offload_index(). None (the default): no such entries.
+        offload_buffers: Whether buffers are offloaded, too. False (the default): they stay on the main device, because
+            they are small.
+        skip_keys: Names of keyword arguments of `forward` that are not moved between devices. None (the default): all
+            are moved.
         preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
             weights of such a module are loaded together with those of its submodules. torch's MultiheadAttention and
-            TransformerEncoderLayer are always included.
-        force_hooks: Whether hooks are attached even if everything is on one device.
+            TransformerEncoderLayer are always included. Default: no others.
+        force_hooks: Whether hooks are attached even if everything is on one device. Default: False.
 
     Raises:
         DeviceMapError: If the device map does not match the model or the machine's devices.
@@ -403,6 +160,12 @@ def dispatch_model(
             model.
         CheckpointError: If a file of `offload_index` is missing, or a value from it or from `state_dict` does not match
             the model.
+
+    Example::
+
+        device_map = infer_auto_device_map(model)
+        model = dispatch_model(model, device_map, offload_dir="offload")
+        outputs = model(inputs)
     """
     placement = make_placement(model, resolve_device_map(model, device_map), main_device, offload_buffers)
     undispatch_model(model)
@@ -428,14 +191,15 @@ def _attach_execution(
         model: Model with values.
         placement: Devices on which the model's tensors are stored, and on which its parts run.
         folder: Offload folder for tensors that are placed on disk and are not in a mapped file yet, or None.
-        skip_keys: Names of keyword arguments of `forward` that are not moved between devices.
-        preload: Names of classes whose weights are loaded together with those of their submodules.
+        skip_keys: Names of keyword arguments of `forward` that are not moved between devices. None: all are moved.
+        preload: Names of classes whose weights are loaded together with those of their submodules. None: no such
+            classes.
         force_hooks: Whether hooks are attached even if they are not needed.
     """
-    _move_home(map_locations(model), placement.homes, folder)
-    homes = set(placement.homes.values())
-    runs_elsewhere = homes == {CPU} and placement.main != CPU
-    if force_hooks or len(homes) > 1 or DISK in homes or runs_elsewhere:
+    _move_to_storage(map_locations(model), placement.storage_devices, folder)
+    storage_devices = set(placement.storage_devices.values())
+    runs_elsewhere = storage_devices == {CPU} and placement.main != CPU
+    if force_hooks or len(storage_devices) > 1 or DISK in storage_devices or runs_elsewhere:
         skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
         Execution(model, placement, skipped, preload or []).attach_hooks()
     model.hf_device_map = dict(placement.device_map)  # type: ignore[assignment]
@@ -450,18 +214,22 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep all weights in host memory, and run the model on another device, to which weights are copied ahead of use.
 
+    The copies are freed after use. Call the returned model as before. It is `dispatch_model` with the
+    whole model on "cpu".
+
     Args:
-        model: Model to place, which is also returned.
-        execution_device: Device that runs the model. None: this process's current accelerator, or the CPU if the
-            machine has no accelerator. If it is the CPU, weights are used in place.
-        offload_buffers: Whether buffers are offloaded, too. If False, they are on the execution device.
-        state_dict: Values for parts on the meta device.
+        model: Model to place in place, which is also returned.
+        execution_device: Device that runs the model. None (the default): this process's current accelerator, or the CPU
+            if the machine has no accelerator. If it is the CPU, weights are used in place.
+        offload_buffers: Whether buffers are offloaded, too. False (the default): they are on the execution device.
+        state_dict: Values for parts on the meta device, by name. None (the default): no part is on the meta device.
         preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
-            weights of such a module are loaded together with those of its submodules.
+            weights of such a module are loaded together with those of its submodules. Default: only torch's.
 
     Raises:
         DeviceMapError: If this machine does not have the execution device.
         ConfigError: If a tensor has no values.
+        CheckpointError: If a value of `state_dict` does not match the model.
     """
     return dispatch_model(
         model,
@@ -482,19 +250,22 @@ def disk_offload(
 ) -> nn.Module:
     """Keep all weights on disk, and run the model on a device. Weights are read ahead of use.
 
+    Call the returned model as before. It is `dispatch_model` with the whole model on "disk".
+
     Args:
-        model: Model to place, which is also returned.
+        model: Model to place in place, which is also returned.
         offload_dir: Folder for weights that are not in a mapped file yet. A file that an earlier call wrote for this
             model is reused.
-        execution_device: Device that runs the model. None: this process's current accelerator, or the CPU if the
-            machine has no accelerator.
-        offload_buffers: Whether buffers are offloaded, too. If False, they are on the execution device.
+        execution_device: Device that runs the model. None (the default): this process's current accelerator, or the CPU
+            if the machine has no accelerator.
+        offload_buffers: Whether buffers are offloaded, too. False (the default): they are on the execution device.
         preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
-            weights of such a module are loaded together with those of its submodules.
+            weights of such a module are loaded together with those of its submodules. Default: only torch's.
 
     Raises:
         DeviceMapError: If this machine does not have the execution device.
         ConfigError: If a tensor has no values, or the folder contains another model's weights.
+        CheckpointError: If the file cannot be written, or an existing file is damaged.
     """
     return dispatch_model(
         model,
@@ -559,7 +330,9 @@ def _fill_meta_tensors(
             assign_value(places, groups[name], value, stored.is_mapped(name, value.dtype))
 
 
-def _move_home(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], folder: str | Path | None) -> None:
+def _move_to_storage(
+    places: Mapping[str, TensorLocation], storage_devices: Mapping[str, StorageDevice], folder: str | Path | None
+) -> None:
     """Move every tensor to its target: a device, or a file on disk.
 
     If the target of a tensor is the disk and the tensor is not in a mapped file yet, it is first written to the offload
@@ -567,7 +340,7 @@ def _move_home(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], 
 
     Args:
         places: Modules and attributes that hold each tensor of the model, by name.
-        homes: Target of each tensor by name: a device, or "disk".
+        storage_devices: Target of each tensor by name: a device, or "disk".
         folder: Offload folder, or None.
 
     Raises:
@@ -576,29 +349,30 @@ def _move_home(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], 
     """
     groups = map_ties(places)
     leaders = {name: group[0] for name, group in groups.items()}
-    on_disk = [
+    # Of tied tensors, only the first is written.
+    names_to_write = [
         name
         for name, place in places.items()
-        if homes[name] == DISK and leaders[name] == name and not is_mapped(place.tensor)
+        if storage_devices[name] == DISK and leaders[name] == name and not is_mapped(place.tensor)
     ]
-    specs = {name: TensorSpec(tuple(places[name].tensor.shape), places[name].tensor.dtype) for name in on_disk}
-    values: dict[str, torch.Tensor] = {}
-    if on_disk:
-        values = _write_to_disk(places, on_disk, specs, folder)
-    missing = [name for name, place in places.items() if place.tensor.is_meta and leaders[name] not in values]
+    specs = {name: TensorSpec(tuple(places[name].tensor.shape), places[name].tensor.dtype) for name in names_to_write}
+    mapped_values: dict[str, torch.Tensor] = {}
+    if names_to_write:
+        mapped_values = _write_to_disk(places, names_to_write, specs, folder)
+    missing = [name for name, place in places.items() if place.tensor.is_meta and leaders[name] not in mapped_values]
     if missing:
         raise ConfigError(
             f"{len(missing)} tensors have no values: {', '.join(missing[:5])}; load a checkpoint first, or pass state_dict="
         )
-    for name, value in values.items():
+    for name, value in mapped_values.items():
         assign_value(places, groups[name], value, is_mapped=True)
     for name, place in places.items():
-        home = homes[name]
-        if home == DISK or place.tensor.device == home:
+        device = storage_devices[name]
+        if device == DISK or place.tensor.device == device:
             continue
-        assert isinstance(home, torch.device)
-        tied = [other for other in groups[name] if homes[other] == home]
-        assign_value(places, tied, place.tensor.detach().to(home), is_mapped=False)
+        assert isinstance(device, torch.device)
+        tied_names = [other for other in groups[name] if storage_devices[other] == device]
+        assign_value(places, tied_names, place.tensor.detach().to(device), is_mapped=False)
 
 
 def _write_to_disk(

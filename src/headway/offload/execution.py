@@ -13,11 +13,11 @@ from headway.common.text import format_bytes
 from headway.core.runtime.collectives.tree import list_tensors, to_device
 from headway.core.runtime.copy_stream import StreamPoint
 from headway.core.training.prepared.dispatched import EXECUTION
-from headway.core.weights.names import TensorLocation, is_mapped, iterate_own_locations, map_locations
+from headway.core.weights.locations import TensorLocation, is_mapped, iterate_own_locations, map_locations
 from headway.log import get_logger
 from headway.offload.pinning import compute_pin_limit, pin_tensors
 from headway.offload.placement.budget import measure_available_memory
-from headway.offload.placement.homes import CPU, DISK, Home, Placement
+from headway.offload.placement.storage_devices import CPU, DISK, Placement, StorageDevice
 from headway.offload.readahead import ReadAhead
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import HostTransport, make_transport
@@ -69,18 +69,21 @@ class Execution:
         # Forwards whose call has returned, but which the device might not have finished.
         self._returned_forwards: deque[_ForwardMeasurement] = deque()
         self.pace = ThroughputRatio()
-        main, homes = placement.main, placement.homes
+        main, storage_devices = placement.main, placement.storage_devices
         is_streamed = main != CPU or transport is not None
         # Weights that are used in place are valid even if no hook has read them ahead.
         classes = {*preload, *_USE_WEIGHTS_OF_OTHERS} if is_streamed else set()
-        loaded = _list_units(model, homes, classes, is_streamed)
-        self._modules, units = [module for module, _ in loaded], [places for _, places in loaded]
+        modules_and_places = _list_units(model, storage_devices, classes, is_streamed)
+        self._modules = [module for module, _ in modules_and_places]
+        units = [places for _, places in modules_and_places]
         self.stream: ReadAhead | DeviceStream | None = None
         if units and is_streamed:
             transport = transport or make_transport(main)
             self.stream = DeviceStream(units, main, WINDOW, transport)
             if transport.pinned is not None:
-                in_memory = [place.tensor for name, place in map_locations(model).items() if homes.get(name) == CPU]
+                in_memory = [
+                    place.tensor for name, place in map_locations(model).items() if storage_devices.get(name) == CPU
+                ]
                 pin_tensors(in_memory, compute_pin_limit(in_memory), transport.pinned)
         elif units:
             self.stream = ReadAhead(units, WINDOW, int(measure_available_memory() * 0.8))
@@ -93,7 +96,11 @@ class Execution:
         return {**self.__dict__, "_running_forwards": [], "_returned_forwards": deque()}
 
     def attach_hooks(self) -> None:
-        """Register the hooks that move weights and arguments to the device where each module runs."""
+        """Register the hooks that move weights and arguments to the device where each module runs.
+
+        If weights are streamed or read ahead, the forwards of the model are also measured. The model refers to this
+        object until `remove_hooks` is called.
+        """
         if self._placement.list_devices():
             self._attach_devices()
         if self.stream is not None:
@@ -102,6 +109,7 @@ class Execution:
                 if isinstance(self.stream, DeviceStream):
                     restore = _RestoreWeights(self.stream, index)
                     self._handles.append(module.register_forward_hook(restore, prepend=True, always_call=True))
+            # The first and the last hook of the model, so that the measurement includes the work of all other hooks.
             self._handles.append(self.model.register_forward_pre_hook(self._begin_forward, prepend=True))
             self._handles.append(self.model.register_forward_hook(self._end_forward, always_call=True))
         self.model.__dict__[EXECUTION] = self
@@ -118,18 +126,21 @@ class Execution:
 
         Weights in mapped files count as stored on the CPU.
         """
-        homes: set[Home] = {CPU if home == DISK else home for home in self._placement.homes.values()}
-        return not isinstance(self.stream, DeviceStream) and homes | {self._placement.main} == {device}
+        storage_devices: set[StorageDevice] = {
+            CPU if each == DISK else each for each in self._placement.storage_devices.values()
+        }
+        return not isinstance(self.stream, DeviceStream) and storage_devices | {self._placement.main} == {device}
 
     def _attach_devices(self) -> None:
         """Register hooks that move arguments to each module's device.
 
         The model's results are moved back to the device of its inputs.
         """
-        named = dict(self.model.named_modules())
+        module_by_name = dict(self.model.named_modules())
         for name in self._placement.device_map:
             # A tensor that has its own entry is used by the module that owns it.
-            module = named.get(name) if name in named else named.get(name.rpartition(".")[0])
+            module_name = name if name in module_by_name else name.rpartition(".")[0]
+            module = module_by_name.get(module_name)
             if module is not None and module is not self.model:
                 move = _MoveArguments(self._placement.get_run_device(name), self._skip_keys)
                 self._handles.append(module.register_forward_pre_hook(move, with_kwargs=True))
@@ -137,16 +148,19 @@ class Execution:
         self._handles.append(self.model.register_forward_hook(self._return_outputs, with_kwargs=True, always_call=True))
 
     def _enter_model(self, module: nn.Module, args: object, kwargs: dict[str, Any]) -> Any:
+        """Record the device of the model's inputs, and return them on the model's main device (forward pre-hook)."""
         first = next(list_tensors((args, kwargs)), None)
         self._input_devices.append(None if first is None else first.device)
         return _MoveArguments(self._placement.main, self._skip_keys)(module, args, kwargs)
 
     def _return_outputs(self, module: nn.Module, args: object, kwargs: dict[str, Any], output: object) -> Any:
+        """Return the model's output on the device of its inputs (forward hook)."""
         # The output is None if the forward has failed, because the hook is always called.
         device = self._input_devices.pop() if self._input_devices else None
         return output if device is None or output is None else to_device(output, device)
 
     def _begin_forward(self, module: nn.Module, args: object) -> None:
+        """Start to measure a forward of the model. It is used as a forward pre-hook."""
         assert self.stream is not None
         self.record_forwards()
         self._running_forwards.append(
@@ -154,6 +168,7 @@ class Execution:
         )
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
+        """End the measurement of the model's innermost forward in progress. It is used as a forward hook."""
         assert self.stream is not None
         if not self._running_forwards:
             return  # the model was copied during the forward
@@ -320,7 +335,7 @@ class _MoveArguments:
 
 
 def _list_units(
-    model: nn.Module, homes: Mapping[str, Home], preloaded_classes: set[str], is_streamed: bool
+    model: nn.Module, storage_devices: Mapping[str, StorageDevice], preloaded_classes: set[str], is_streamed: bool
 ) -> list[tuple[nn.Module, list[TensorLocation]]]:
     """Return the modules whose forward needs tensors to be loaded first, each with these tensors.
 
@@ -328,7 +343,7 @@ def _list_units(
 
     Args:
         model: Dispatched model.
-        homes: Device or "disk" where each tensor is stored between forwards, by name.
+        storage_devices: Device or "disk" where each tensor is stored between forwards, by name.
         preloaded_classes: Names of the classes whose weights are loaded together with those of their submodules.
         is_streamed: Whether weights in host memory are copied to a device.
     """
@@ -343,14 +358,14 @@ def _list_units(
         for path, member in members:
             seen.add(id(member))
             name = ".".join(filter(None, (prefix, path)))
-            places += _list_loaded_tensors(member, f"{name}." if name else "", homes, is_streamed)
+            places += _list_loaded_tensors(member, f"{name}." if name else "", storage_devices, is_streamed)
         if places:
             units.append((module, places))
     return units
 
 
 def _list_loaded_tensors(
-    module: nn.Module, prefix: str, homes: Mapping[str, Home], is_streamed: bool
+    module: nn.Module, prefix: str, storage_devices: Mapping[str, StorageDevice], is_streamed: bool
 ) -> list[TensorLocation]:
     """Return the module's own tensors that have to be copied or read ahead for its forward.
 
@@ -360,13 +375,13 @@ def _list_loaded_tensors(
     Args:
         module: Module of the dispatched model.
         prefix: Prefix of the module's tensor names, such as "layers.0.", or "" for the model itself.
-        homes: Device or "disk" where each tensor is stored between forwards, by name.
+        storage_devices: Device or "disk" where each tensor is stored between forwards, by name.
         is_streamed: Whether weights in host memory are copied to a device.
     """
     own = iterate_own_locations(module)
     if is_streamed:
-        return [place for place in own if homes.get(prefix + place.leaf) in (DISK, CPU)]
-    return [place for place in own if homes.get(prefix + place.leaf) == DISK and is_mapped(place.tensor)]
+        return [place for place in own if storage_devices.get(prefix + place.leaf) in (DISK, CPU)]
+    return [place for place in own if storage_devices.get(prefix + place.leaf) == DISK and is_mapped(place.tensor)]
 
 
 def undispatch_model(model: nn.Module) -> None:
@@ -388,8 +403,21 @@ def find_device_stream(module: nn.Module) -> DeviceStream | None:
 def offload_pace(model: nn.Module) -> ThroughputRatio | None:
     """Return a dispatched model's throughput, compared with the maximum that the measured bandwidth allows.
 
-    Forwards that the device has not finished are awaited. Return None if the model is not dispatched, or if no weights
-    are copied to a device or read ahead.
+    Call it after a forward. It waits until the device has finished the forwards.
+
+    Args:
+        model: Model that `dispatch_model`, `load_checkpoint_and_dispatch`, `cpu_offload` or `disk_offload` returned.
+
+    Returns:
+        Seconds and bytes of the last forward, the measured bandwidth, and `ceiling`, the maximum number of forwards per
+        second. `words()` formats them. None if the model is not dispatched, or if no weights are copied to a device or
+        read ahead.
+
+    Example::
+
+        model = disk_offload(model, "offload")
+        outputs = model(inputs)
+        print(offload_pace(model).words())
     """
     execution = model.__dict__.get(EXECUTION)
     if execution is None or execution.stream is None:

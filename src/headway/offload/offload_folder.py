@@ -21,15 +21,9 @@ from headway.common.atomic import open_replacement, write_text
 from headway.common.object_path import expand_home
 from headway.common.untrusted import escape_text, parse_json, read_regular_file, shorten_repr
 from headway.core.weights.files import StoredTensor, WeightFiles, map_safetensors, open_checkpoint
-from headway.core.weights.names import assign_value, map_locations, map_ties
-from headway.core.weights.shards import (
-    MAX_HEADER,
-    TensorSpec,
-    get_dtype_name,
-    get_raw_bytes,
-    order_widest_first,
-    write_file,
-)
+from headway.core.weights.locations import assign_value, map_locations, map_ties
+from headway.core.weights.safetensors_format import MAX_HEADER, order_widest_first, write_file
+from headway.core.weights.tensor_bytes import TensorSpec, get_dtype_name, get_raw_bytes
 from headway.errors import CheckpointError, ConfigError
 
 FILE = "offloaded.safetensors"
@@ -106,16 +100,28 @@ def find_existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) ->
     return found
 
 
-def _check_names(path: Path, found: WeightFiles, specs: Mapping[str, TensorSpec]) -> None:
-    stored_specs = {name: TensorSpec(stored.shape, stored.dtype) for name, stored in found.tensors.items()}
-    if stored_specs != dict(specs):
-        odd = sorted(name for name in {*stored_specs, *specs} if stored_specs.get(name) != specs.get(name))
+def _check_names(path: Path, files: WeightFiles, specs: Mapping[str, TensorSpec]) -> None:
+    """Raise an error if the tensors in an offload folder differ from those of the model.
+
+    Args:
+        path: Offload folder.
+        files: Weight files of the folder.
+        specs: Shape and dtype of each of the model's tensors, by name.
+
+    Raises:
+        ConfigError: If a name, a shape or a dtype differs, so that the folder belongs to another model.
+    """
+    stored_specs = {name: TensorSpec(stored.shape, stored.dtype) for name, stored in files.tensors.items()}
+    differing = sorted(name for name in {*stored_specs, *specs} if stored_specs.get(name) != specs.get(name))
+    if differing:
+        name = differing[0]
         raise _make_foreign_error(
-            path, f"{odd[0]} is {stored_specs.get(odd[0], 'not there')}, wanted: {specs.get(odd[0], 'nothing')}"
+            path, f"{name} is {stored_specs.get(name, 'not there')}, wanted: {specs.get(name, 'nothing')}"
         )
 
 
 def _make_foreign_error(path: Path, reason: str) -> ConfigError:
+    """Return the error for a file that contains the weights of another model."""
     return ConfigError(
         f"{path} contains the weights of another model ({reason}); give an empty offload folder, or remove the file"
     )
@@ -127,13 +133,13 @@ def offload_weight(
     """Write one tensor to `<offload_folder>/<weight_name>.dat`. The file appears only when it is complete.
 
     Args:
-        weight: Strided tensor with values.
-        weight_name: Name of the tensor in the model.
-        offload_folder: Existing folder to write to.
-        index: Index to add the tensor's entry to, or None.
+        weight: Strided tensor with values, on any device.
+        weight_name: Name of the tensor in the model, such as "layers.0.weight".
+        offload_folder: Existing folder to write to. An existing file of this name is replaced.
+        index: Index to add the tensor's entry to, for `save_offload_index`. None (the default): no index.
 
     Returns:
-        The `index` argument with the new entry, or None if `index` is None.
+        The `index` argument, which now has the new entry, or None if `index` is None.
 
     Raises:
         ConfigError: If the tensor has no values, or its name cannot be a file name.
@@ -154,8 +160,12 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, obj
     Data is read at its first use. Changes to the tensor never reach the file.
 
     Args:
-        weight_file: Path of the file.
-        weight_info: Entry of the file in the index, with `dtype` and `shape`.
+        weight_file: Path of the `.dat` file.
+        weight_info: Entry of the file in the index, with `dtype` and `shape`, such as {"dtype": "float32", "shape":
+            [2, 3]}.
+
+    Returns:
+        A CPU tensor.
 
     Raises:
         CheckpointError: If the file is missing, its size does not match its entry, or the entry has no valid dtype and
@@ -178,6 +188,11 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, obj
 
 
 def _parse_entry(name: str, info: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and the shape of a tensor from its entry in Accelerate's offload index.
+
+    Raises:
+        CheckpointError: If the dtype or the shape is missing or invalid, or the tensor is absurdly large.
+    """
     dtype = getattr(torch, str(info.get("dtype")), None)
     shape = info.get("shape")
     is_shape = isinstance(shape, list | tuple) and all(type(n) is int and 0 <= n < _MOST for n in shape)
@@ -191,6 +206,11 @@ def _parse_entry(name: str, info: Mapping[str, Any]) -> tuple[torch.dtype, tuple
 
 
 def _make_path(folder: str | Path, name: str) -> Path:
+    """Return the path of the file for a tensor.
+
+    Raises:
+        ConfigError: If the tensor's name cannot be a file name.
+    """
     if Path(name).name != name or "\0" in name:
         raise ConfigError(f"{name!r} is not a name of a tensor that can be a file in {folder}")
     return Path(folder) / f"{name}.dat"
@@ -210,6 +230,11 @@ def _check_weight(weight: torch.Tensor, name: str, folder: str | Path) -> Path:
 
 def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
     """Return the entries in the `index.json` of an offload folder, by tensor name.
+
+    An entry has the keys `dtype` and `shape`. It is the form that `dispatch_model(offload_index=...)` accepts.
+
+    Args:
+        offload_folder: Folder that `offload_state_dict` has written.
 
     Raises:
         CheckpointError: If the file is missing or is not an index.
@@ -244,16 +269,22 @@ def save_offload_index(index: Mapping[str, Mapping[str, object]] | None, offload
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write all tensors of a state dict to an offload folder, and add them to the folder's index.
 
-    Several calls can fill a folder with parts of one model.
+    Several calls can fill a folder with parts of one model. Each tensor becomes a file `<name>.dat`. Only one process may
+    write to a folder at a time.
 
     Args:
         save_dir: Folder to write to. It is created if missing.
-        state_dict: Tensors with values.
+        state_dict: Tensors with values, by name, on any device.
 
     Raises:
         ConfigError: If the folder already has a tensor of the same name with another shape or dtype, a name cannot be a
             file name, or a tensor is on the meta device. Nothing is written then.
         CheckpointError: If the existing index is damaged.
+
+    Example::
+
+        offload_state_dict("offload", model.state_dict())
+        index = read_offload_index("offload")
     """
     folder = Path(expand_home(save_dir))
     folder.mkdir(parents=True, exist_ok=True)
@@ -273,14 +304,16 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Mapping from names to the tensors of a state dict and of an offload folder.
+    """Read-only mapping from names to the tensors of a state dict and of an offload folder.
+
+    Tensors in the folder are read when their name is looked up.
 
     Args:
-        state_dict: Tensors in memory. They take precedence over those in the folder.
-        save_folder: Folder that offload_state_dict() has written.
-        index: Entries of tensors in the folder or in safetensors files, or None for the folder's own index.
-        device: Device to which tensors of safetensors files are moved. None: The tensors are mapped from the files, on
-            the CPU.
+        state_dict: Tensors in memory. They take precedence over those in the folder. None (the default): none.
+        save_folder: Folder that offload_state_dict() has written. None (the default): no folder.
+        index: Entries of tensors in the folder or in safetensors files. None (the default): the folder's own index.
+        device: Device to which tensors of safetensors files are moved. None (the default): the tensors are mapped from
+            the files, on the CPU.
 
     Attributes:
         all_keys: Names of all tensors: those of `state_dict`, then those of the index.
@@ -339,12 +372,18 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return stored.is_mapped and stored.dtype == dtype
 
     def _load_from_safetensors(self, key: str, info: Mapping[str, object]) -> torch.Tensor:
+        """Return a tensor from the safetensors file that its entry names, in the entry's dtype and on `device`."""
         tensor = self._get_stored(key, info).tensor()
         if "dtype" in info:
             tensor = tensor.to(_parse_entry(key, {"dtype": info["dtype"], "shape": []})[0])
         return tensor if self.device is None else tensor.to(self.device)
 
     def _get_stored(self, key: str, info: Mapping[str, object]) -> StoredTensor:
+        """Return the stored tensor for an entry of the index that names a safetensors file. Files are opened once.
+
+        Raises:
+            CheckpointError: If the file does not exist, or does not contain the tensor.
+        """
         file, name = str(info["safetensors_file"]), str(info.get("weight_name", key))
         if not Path(file).is_file():
             raise CheckpointError(
@@ -368,8 +407,8 @@ class PrefixedDataset(Mapping[str, Value]):
     """View of a mapping that has only the entries whose names start with a prefix, without that prefix.
 
     Args:
-        dataset: Mapping to read from.
-        prefix: Prefix that is added to a name before the name is looked up in `dataset`.
+        dataset: Mapping to read from, such as an `OffloadedWeightsLoader`.
+        prefix: Prefix that is added to a name before the name is looked up in `dataset`, such as "layers.0.".
     """
 
     def __init__(self, dataset: Mapping[str, Value], prefix: str) -> None:
@@ -391,12 +430,13 @@ def load_offloaded_weights(
 ) -> None:
     """Set a model's tensors to the values in an offload folder, mapped from their files.
 
-    Tied tensors are loaded once.
+    Tied tensors are loaded once. The tensors are on the CPU. Their pages are read from the files at first use.
 
     Args:
         model: Model on the meta device, or with values, which are then replaced.
-        index: Entries to load, by tensor name. With None or an empty index, nothing is loaded.
-        offload_folder: Folder that contains the files.
+        index: Entries to load, by tensor name, as from `read_offload_index`. With None or an empty index, nothing is
+            loaded.
+        offload_folder: Folder that contains the `.dat` files. None: all entries refer to safetensors files.
 
     Raises:
         CheckpointError: If a file is missing or truncated, or names, shapes or dtypes do not match the model. The model
@@ -442,9 +482,11 @@ def fit_value(name: str, wanted: torch.Tensor, value: torch.Tensor, source: str 
 def extract_submodules_state_dict(state_dict: Mapping[str, Value], submodule_names: Iterable[str]) -> dict[str, Value]:
     """Return the entries of the given modules and all of their submodules, in the order of the state dict.
 
+    Values are not copied. Names are not shortened. A name without entries is ignored.
+
     Args:
         state_dict: Values by dotted name.
-        submodule_names: Dotted names of modules or tensors.
+        submodule_names: Dotted names of modules or tensors, such as "layers.0".
     """
     wanted = set(submodule_names)
 

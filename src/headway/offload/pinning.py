@@ -12,7 +12,7 @@ from headway.common.task_threads import TaskThreads
 from headway.common.text import format_bytes
 from headway.core.runtime.pinned_memory import MAX_ARENA_BYTES, choose_num_threads
 from headway.core.runtime.pinned_sizes import plan_arenas
-from headway.core.weights.names import is_mapped
+from headway.core.weights.locations import is_mapped
 from headway.log import get_logger
 from headway.offload.placement.budget import measure_available_memory
 
@@ -22,7 +22,7 @@ _SHARE = 0.5
 """Maximum fraction of the memory that is pinned."""
 
 
-def compute_pin_limit(homes: Sequence[torch.Tensor]) -> int:
+def compute_pin_limit(tensors: Sequence[torch.Tensor]) -> int:
     """Return the maximum number of bytes to pin.
 
     The limit is half of the memory that would be available without the tensors: their current memory plus an equal
@@ -31,13 +31,13 @@ def compute_pin_limit(homes: Sequence[torch.Tensor]) -> int:
     counts as free.
 
     Args:
-        homes: Tensors to be pinned.
+        tensors: Tensors to be pinned.
     """
-    own = sum(home.nbytes for home in homes if not is_mapped(home))
+    own = sum(tensor.nbytes for tensor in tensors if not is_mapped(tensor))
     return int((own + measure_available_memory() // max(1, env.get_local_world_size())) * _SHARE)
 
 
-def pin_tensors(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[int], torch.Tensor]) -> int:
+def pin_tensors(tensors: Sequence[torch.Tensor], limit: int, allocate: Callable[[int], torch.Tensor]) -> int:
     """Move tensors from host memory into pinned memory, and return the number of bytes moved.
 
     Several threads pin arenas (blocks of 256 MiB) at the same time. A tensor's former memory is freed as soon as the
@@ -47,15 +47,15 @@ def pin_tensors(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[i
     contiguous, or that share memory with others, are not moved.
 
     Args:
-        homes: Tensors in the order of use.
+        tensors: Tensors in the order of use.
         limit: Maximum number of bytes to pin.
         allocate: Function that allocates a given number of bytes of pinned memory, as a uint8 tensor. It is called by
             several threads. If it raises RuntimeError, a warning is logged and the remaining tensors are not moved.
     """
-    unique = {id(home): home for home in homes}
+    unique = {id(tensor): tensor for tensor in tensors}
     shared = _find_overlapping(unique.values())
-    fit = [home for key, home in unique.items() if key not in shared and _can_pin(home)]
-    plan = list(plan_arenas([home.nbytes for home in fit], limit, MAX_ARENA_BYTES))
+    fit = [tensor for key, tensor in unique.items() if key not in shared and _can_pin(tensor)]
+    plan = list(plan_arenas([tensor.nbytes for tensor in fit], limit, MAX_ARENA_BYTES))
     if not plan:
         return 0
     progress = _PinProgress()
@@ -70,7 +70,7 @@ def pin_tensors(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[i
         logger.warning_once(
             "only %s of %s of offloaded weights could be pinned (%s); the rest is copied more slowly",
             format_bytes(progress.num_bytes),
-            format_bytes(sum(home.nbytes for home in fit)),
+            format_bytes(sum(tensor.nbytes for tensor in fit)),
             progress.error,
         )
     return progress.num_bytes
@@ -93,7 +93,7 @@ class _PinProgress:
 
 def _pin_arena(
     num_bytes: int,
-    homes: Sequence[tuple[torch.Tensor, int]],
+    tensors: Sequence[tuple[torch.Tensor, int]],
     allocate: Callable[[int], torch.Tensor],
     device_index: int | None,
     progress: _PinProgress,
@@ -102,7 +102,7 @@ def _pin_arena(
 
     Args:
         num_bytes: Size of the arena in bytes.
-        homes: Pairs of a tensor and its offset in the arena in bytes.
+        tensors: Pairs of a tensor and its offset in the arena in bytes.
         allocate: Function that allocates pinned memory.
         device_index: Index of the calling process's device, or None without an accelerator.
         progress: Progress of all threads, which is updated.
@@ -117,26 +117,34 @@ def _pin_arena(
         with progress.lock:
             progress.error = progress.error or error
         return
-    for home, start in homes:
-        piece = arena[start : start + home.nbytes]
-        piece.copy_(home.detach().view(-1).view(torch.uint8))
-        home.data = piece.view(home.dtype).view(home.shape)
+    for tensor, start in tensors:
+        piece = arena[start : start + tensor.nbytes]
+        piece.copy_(tensor.detach().view(-1).view(torch.uint8))
+        tensor.data = piece.view(tensor.dtype).view(tensor.shape)
         with progress.lock:
-            progress.num_bytes += home.nbytes
+            progress.num_bytes += tensor.nbytes
 
 
-def _find_overlapping(homes: Iterable[torch.Tensor]) -> set[int]:
+def _find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the `id` of each of the given tensors that shares memory with another one."""
-    found: set[int] = set()
-    end, last = 0, None
-    for home in sorted(homes, key=lambda home: home.data_ptr()):
-        if last is not None and home.data_ptr() < end:
-            found |= {id(home), id(last)}
-        if home.data_ptr() + home.nbytes > end:
-            end, last = home.data_ptr() + home.nbytes, home
-    return found
+    overlapping_ids: set[int] = set()
+    end = 0  # largest end address of the tensors so far, and the tensor that ends there
+    last: torch.Tensor | None = None
+    for tensor in sorted(tensors, key=lambda tensor: tensor.data_ptr()):
+        if last is not None and tensor.data_ptr() < end:
+            overlapping_ids |= {id(tensor), id(last)}
+        if tensor.data_ptr() + tensor.nbytes > end:
+            end, last = tensor.data_ptr() + tensor.nbytes, tensor
+    return overlapping_ids
 
 
-def _can_pin(home: torch.Tensor) -> bool:
-    is_plain = type(home) in (torch.Tensor, torch.nn.Parameter) and home.layout is torch.strided
-    return is_plain and home.is_contiguous() and home.nbytes > 0 and not home.is_inference() and not home.is_quantized
+def _can_pin(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be moved into pinned memory by replacing its data. Subclasses of Tensor cannot."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return (
+        is_plain
+        and tensor.is_contiguous()
+        and tensor.nbytes > 0
+        and not tensor.is_inference()
+        and not tensor.is_quantized
+    )

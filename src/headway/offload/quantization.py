@@ -12,12 +12,13 @@ from torch import nn
 from headway.common.optional import require
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
-from headway.offload.dispatch import dispatch_model, get_default_device, load_checkpoint_in_model
+from headway.offload.dispatch import dispatch_model, get_default_device
 from headway.offload.placement.automatic_map import resolve_device_map
 from headway.offload.placement.budget import Device
 from headway.offload.placement.device_map import get_device
-from headway.offload.placement.homes import Placement, make_placement
 from headway.offload.placement.sizes import CustomDtype, find_tied_parameters
+from headway.offload.placement.storage_devices import Placement, make_placement
+from headway.offload.weight_loading import load_checkpoint_in_model
 
 TORCHAO = "torchao>=0.18"
 """Requirement for torchao's version, for messages."""
@@ -33,13 +34,13 @@ class QuantizationOptions:
     """Options to quantize the weights of linear layers to integers with torchao. Activations keep their dtype.
 
     Args:
-        weights: "int8" with one scale per output, or "int4" with one scale per group of inputs.
+        weights: "int8" (the default) with one scale per output, or "int4" with one scale per group of inputs.
         group_size: Number of inputs per scale, for "int4". A layer is quantized only if its number of inputs is a
-            multiple of the group size.
-        dtype: Dtype of all other weights, or None for the model's dtype.
-        skip_modules: Names of modules that are not quantized, such as "lm_head" or "layers.0.mlp". None: the output
-            layer and tied layers.
-        keep_in_fp32_modules: Names of modules that stay in float32.
+            multiple of the group size. Default: 32.
+        dtype: Dtype of all other weights. None (the default): the model's dtype.
+        skip_modules: Names of modules that are not quantized, such as "lm_head" or "layers.0.mlp". None (the default):
+            the output layer and tied layers.
+        keep_in_fp32_modules: Names of modules that stay in float32. Default: none.
 
     Raises:
         ConfigError: If `weights` is unknown or `group_size` is not positive.
@@ -64,6 +65,11 @@ class QuantizationOptions:
     def convert_layers(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
         """Quantize the named layers in place, in the format for the device on which they will run.
 
+        Args:
+            model: Model that contains the layers.
+            names: Full names of the layers.
+            device: Device on which the layers will run.
+
         Raises:
             OptionalDependencyMissing: If torchao is not installed.
         """
@@ -85,15 +91,15 @@ class BnbQuantizationConfig:
     """Options to replace linear layers with those of bitsandbytes. Accelerate's class has the same name and arguments.
 
     Args:
-        load_in_8bit: Whether to use int8. Outliers among the activations are then computed separately.
-        llm_int8_threshold: Minimum magnitude of an activation that counts as an outlier.
-        load_in_4bit: Whether to use four bits.
-        bnb_4bit_quant_type: "fp4" or "nf4".
-        bnb_4bit_use_double_quant: Whether the scales are quantized, too.
-        bnb_4bit_compute_dtype: "fp32", "fp16", "bf16" or a torch dtype.
-        torch_dtype: Dtype of all other weights, or None for the model's dtype.
-        skip_modules: Names of modules that are not quantized. None: the output layer and tied layers.
-        keep_in_fp32_modules: Names of modules that stay in float32.
+        load_in_8bit: Whether to use int8. Outliers among the activations are then computed separately. Default: False.
+        llm_int8_threshold: Minimum magnitude of an activation that counts as an outlier. Default: 6.0.
+        load_in_4bit: Whether to use four bits. Default: False.
+        bnb_4bit_quant_type: "fp4" (the default) or "nf4".
+        bnb_4bit_use_double_quant: Whether the scales are quantized, too. Default: False.
+        bnb_4bit_compute_dtype: "fp32", "fp16" (the default), "bf16" or a torch dtype.
+        torch_dtype: Dtype of all other weights. None (the default): the model's dtype.
+        skip_modules: Names of modules that are not quantized. None (the default): the output layer and tied layers.
+        keep_in_fp32_modules: Names of modules that stay in float32. None (the default): none.
 
     Attributes:
         target_dtype: Format of the quantized weights: torch.int8 or `CustomDtype.INT4`.
@@ -144,6 +150,11 @@ class BnbQuantizationConfig:
 
     def convert_layers(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
         """Replace the named layers with bitsandbytes layers on `device`, where their weights are quantized.
+
+        Args:
+            model: Model that contains the layers.
+            names: Full names of the layers.
+            device: Device on which the layers will run.
 
         Raises:
             OptionalDependencyMissing: If bitsandbytes is not installed.
@@ -217,6 +228,7 @@ def load_and_quantize_model(
         model: Model built under init_empty_weights(), or with values. It is quantized in place.
         bnb_quantization_config: QuantizationOptions (torchao) or BnbQuantizationConfig (bitsandbytes).
         weights_location: File, index, folder, or model ID on the Hugging Face Hub. Required if the model has no values.
+            None (the default): the values of the model.
         device_map: Name of a placement strategy such as "auto" or of a device, or devices by module name. None: this
             process's accelerator, or else the CPU. A name means the CPU if the machine has no accelerator and
             `max_memory` is not given. If a map by module name offloads layers to disk, or to host memory while the
@@ -224,8 +236,9 @@ def load_and_quantize_model(
         no_split_module_classes: Classes whose modules are not split over devices, or None for the classes that the
             model declares.
         max_memory: Memory limit of each device, in bytes or as text such as "10GiB". Used if `device_map` is the name
-            of a strategy.
+            of a strategy. None (the default): the free memory of each device.
         offload_folder: Folder for weights that are placed on "disk" and are not in a mapped file yet.
+            None (the default): no folder.
         offload_state_dict: No effect, because a checkpoint is mapped and is never entirely in memory.
 
     Raises:

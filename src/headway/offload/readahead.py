@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headway.core.weights.names import TensorLocation
+from headway.core.weights.locations import TensorLocation
 
 # Arguments of madvise that exist from Linux 5.14 and 5.4 on. Python's mmap module has no names for them.
 _MADV_POPULATE_READ = 22
@@ -65,7 +65,7 @@ class ReadOrder:
         Nothing is yielded if no use has been recorded and `after` is empty.
 
         Args:
-            after: Units that are expected to be used before the first unit that is yielded.
+            after: Units that are expected to be used before the first unit that is yielded. Default: none.
         """
         used = self._last_pair or (self._current,)
         recent = [unit for unit in (*used, *after) if unit is not None][-2:]
@@ -261,6 +261,7 @@ class ReadAhead(UnitReader):
         self._reset_state()
 
     def _reset_state(self) -> None:
+        """Create empty queues and a lock, also in a process that was forked or has unpickled the object."""
         self._changed = threading.Condition()
         # Units to read, in order. A unit stays in the queue until it is used.
         self._read_queue: deque[int] = deque()

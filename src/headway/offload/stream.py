@@ -15,7 +15,7 @@ import torch
 
 from headway.common.callsite import walk_stack
 from headway.core.memory.oom import is_out_of_memory
-from headway.core.weights.names import TensorLocation
+from headway.core.weights.locations import TensorLocation
 from headway.offload.readahead import ReadTraffic, UnitReader
 from headway.offload.transport import HostTransport
 
@@ -25,7 +25,7 @@ class PendingWeightCopy:
     """Copy of a tensor on the device, in progress or complete.
 
     Attributes:
-        home: Original tensor.
+        source: Original tensor.
         version: Version counter of the original when the copy was started.
         tensor: Copy on the device.
         future: Future whose result is the transport's ticket for the copy.
@@ -33,17 +33,17 @@ class PendingWeightCopy:
         is_awaited: Whether the computation has been made to wait for the copy.
     """
 
-    home: torch.Tensor
+    source: torch.Tensor
     version: int
     tensor: torch.Tensor
     future: "Future[Any]"
     is_ahead: bool
     is_awaited: bool = False
 
-    def is_current_copy(self, home: torch.Tensor) -> bool:
-        """Whether this is a copy of the current values of `home` that has not failed. It can still be in progress."""
+    def is_current_copy(self, source: torch.Tensor) -> bool:
+        """Whether this is a copy of the current values of `source` that has not failed. It can still be in progress."""
         has_failed = self.future.done() and self.future.exception() is not None
-        return self.home is home and self.version == home._version and not has_failed
+        return self.source is source and self.version == source._version and not has_failed
 
 
 @dataclass
@@ -54,13 +54,13 @@ class WeightUse:
         caller: Frame of the forward call.
         replaced: Tensors of the unit. Empty for a nested use of a unit that is already in use.
         saving_hooks: Context manager with the hooks on tensors that autograd saves, or None without gradients.
-        homes_by_address: Original tensors by the memory address of their device copies, for `saving_hooks`.
+        sources_by_address: Original tensors by the memory address of their device copies, for `saving_hooks`.
     """
 
     caller: FrameType
     replaced: "list[ReplacedTensor]" = field(default_factory=list)
     saving_hooks: Any = None
-    homes_by_address: dict[int, torch.Tensor] = field(default_factory=dict)
+    sources_by_address: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def is_interrupted(self) -> bool:
         """Whether the forward has ended without its forward hooks, as after a KeyboardInterrupt."""
@@ -77,13 +77,13 @@ class ReplacedTensor:
 
     Attributes:
         place: Location of the tensor in its module.
-        home: Original tensor.
+        source: Original tensor.
         copy: Copy on the device.
         version: Version counter of the copy before the forward.
     """
 
     place: TensorLocation
-    home: torch.Tensor
+    source: torch.Tensor
     copy: torch.Tensor
     version: int
 
@@ -95,27 +95,27 @@ class ReplacedTensor:
         """
         current = getattr(self.place.module, self.place.leaf, None)
         if isinstance(current, torch.Tensor) and current is not self.copy:
-            self.place.put_tensor(current.to(self.home.device))
+            self.place.put_tensor(current.to(self.source.device))
             return
         # F.batch_norm changes its running statistics without increasing their version counter.
         may_have_changed = self.place.module.training and not self.place.is_parameter
         if may_have_changed or self.copy._version != self.version:
             with torch.no_grad():
-                self.home.copy_(self.copy)
-        self.place.put_tensor(self.home)
+                self.source.copy_(self.copy)
+        self.place.put_tensor(self.source)
 
 
 class _SavedWeight(NamedTuple):
     """Reference to a weight that autograd saves in place of a device copy of the weight or a view of the copy.
 
     Attributes:
-        home: Original tensor.
+        source: Original tensor.
         shape: Shape of the saved tensor.
         stride: Strides of the saved tensor, in elements.
         offset: Offset of the saved tensor in the copy's storage, in elements.
     """
 
-    home: torch.Tensor
+    source: torch.Tensor
     shape: torch.Size
     stride: tuple[Any, ...]
     offset: Any
@@ -162,6 +162,7 @@ class DeviceStream(UnitReader):
         self._reset_state()
 
     def _reset_state(self) -> None:
+        """Create the records of copies and uses in their initial state, and the thread that starts copies."""
         # Copies by `id` of the original tensor.
         self._copies: dict[int, PendingWeightCopy] = {}
         # Copies that were dropped while they were in progress. Their memory must not be freed before they end.
@@ -175,6 +176,7 @@ class DeviceStream(UnitReader):
         # The `id` of each tensor that belongs to several units. None until the first use.
         self._shared_ids: set[int] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-stream")
+        # Not at the exit of the interpreter, when the process frees this memory anyway and the device may be shut down.
         weakref.finalize(self, _abandon_copies, self._copies, self._dropped_copies, self._transport).atexit = False
 
     def _find_shared(self) -> set[int]:
@@ -207,25 +209,20 @@ class DeviceStream(UnitReader):
             uses.append(use)  # a nested call of the same unit, whose copies are already in the modules
             return
         places = self._units[unit]
-        homes = [place.tensor for place in places]
+        sources = [place.tensor for place in places]
         if self._shared_ids is None:
             self._shared_ids = self._find_shared()
         self.order.record_use(unit)
-        self._start_copies(homes)
-        copies = [self._get_device_copy(home) for home in homes]
+        self._start_copies(sources)
+        for place, source in zip(places, sources):
+            copy = self._get_device_copy(source)
+            use.replaced.append(ReplacedTensor(place, source, copy, copy._version))
+        # The modules change only after all copies have succeeded, so that an error leaves the original tensors in them.
         if torch.is_grad_enabled():
-            # Copies with `requires_grad` were made by autograd, which must keep them for backward.
-            use.homes_by_address = {
-                copy.untyped_storage().data_ptr(): home for home, copy in zip(homes, copies) if not copy.requires_grad
-            }
-            use.saving_hooks = torch.autograd.graph.saved_tensors_hooks(*self._make_saving_hooks(use.homes_by_address))
-            use.saving_hooks.__enter__()
-        use.replaced = [
-            ReplacedTensor(place, home, copy, copy._version) for place, home, copy in zip(places, homes, copies)
-        ]
+            self._install_saving_hooks(use)
         uses.append(use)
-        for place, copy in zip(places, copies):
-            place.put_tensor(copy)
+        for replaced in use.replaced:
+            replaced.place.put_tensor(replaced.copy)
         self._prefetch_next(unit)
 
     def leave_unit(self, unit: int) -> None:
@@ -258,67 +255,67 @@ class DeviceStream(UnitReader):
                 continue
             # The hooks on saved tensors cannot be removed, because others might have been added since. They do nothing
             # without addresses.
-            uses[0].homes_by_address.clear()
+            uses[0].sources_by_address.clear()
             for replaced in uses[0].replaced:
                 replaced.restore()
             uses.clear()
         self._drop_unexpected()
 
-    def _is_copied_by_autograd(self, home: torch.Tensor) -> bool:
-        return home.requires_grad and torch.is_grad_enabled()
+    def _is_copied_by_autograd(self, source: torch.Tensor) -> bool:
+        return source.requires_grad and torch.is_grad_enabled()
 
-    def _get_device_copy(self, home: torch.Tensor) -> torch.Tensor:
+    def _get_device_copy(self, source: torch.Tensor) -> torch.Tensor:
         """Return a tensor's copy on the device, and make the computation wait until the copy is complete.
 
         If a copy that was started ahead of use has failed, it is repeated once. Any other failure is raised. A tensor
         that needs a gradient is copied here, by an operation that autograd records.
 
         Args:
-            home: Original tensor.
+            source: Original tensor.
         """
-        if self._is_copied_by_autograd(home):
-            return home.to(self.device, copy=True)
-        copy = self._copies[id(home)]
+        if self._is_copied_by_autograd(source):
+            return source.to(self.device, copy=True)
+        copy = self._copies[id(source)]
         start = time.perf_counter()
         try:
             ticket = copy.future.result()
         except Exception:
             # A failed copy must be dropped, because it would raise its error again at every later forward.
-            self._drop_copies([id(home)])
+            self._drop_copies([id(source)])
             if not copy.is_ahead:
                 raise
-            self._start_copies([home])  # the cause, such as too little memory, might no longer exist
-            return self._get_device_copy(home)
+            self._start_copies([source])  # the cause, such as too little memory, might no longer exist
+            return self._get_device_copy(source)
         self.traffic.wait_seconds += time.perf_counter() - start
         self._transport.finish_copy(copy.tensor, ticket)
         copy.is_awaited = True
         return copy.tensor
 
-    def _start_copies(self, homes: Iterable[torch.Tensor], is_ahead: bool = False) -> None:
+    def _start_copies(self, sources: Iterable[torch.Tensor], is_ahead: bool = False) -> None:
         """Start to copy those tensors that have no copy, or whose copy has failed or is outdated.
 
         Tensors that need a gradient are left out, because autograd copies them when they are used.
 
         Args:
-            homes: Original tensors.
+            sources: Original tensors.
             is_ahead: Whether the copies are started before they are needed. Default: False.
         """
         missing: dict[int, torch.Tensor] = {}
-        for home in homes:
-            if self._is_copied_by_autograd(home) or id(home) in missing:
+        for source in sources:
+            if self._is_copied_by_autograd(source) or id(source) in missing:
                 continue
-            copy = self._copies.get(id(home))
-            if copy is not None and copy.is_current_copy(home):
+            copy = self._copies.get(id(source))
+            if copy is not None and copy.is_current_copy(source):
                 continue
             if copy is not None:
-                self._drop_copies([id(home)])
-            missing[id(home)] = home
-        targets = [self._transport.allocate(home) for home in missing.values()]
+                self._drop_copies([id(source)])
+            missing[id(source)] = source
+        targets = [self._transport.allocate(source) for source in missing.values()]
         # The position is recorded after the allocation, so that it includes all earlier work on the allocated memory.
         after = self._transport.mark_progress() if targets else None
-        for home, tensor in zip(missing.values(), targets):
-            future = self._worker.submit(self._transport.start_copy, home, tensor, after)
-            self._copies[id(home)] = PendingWeightCopy(home, home._version, tensor, future, is_ahead)
+        for source, tensor in zip(missing.values(), targets):
+            future = self._worker.submit(self._transport.start_copy, source, tensor, after)
+            self._copies[id(source)] = PendingWeightCopy(source, source._version, tensor, future, is_ahead)
             self.active_bytes += tensor.nbytes
         self.peak_bytes = max(self.peak_bytes, self.active_bytes)
 
@@ -336,6 +333,10 @@ class DeviceStream(UnitReader):
                 self.active_bytes -= copy.tensor.nbytes
             else:
                 self._dropped_copies.append(copy)
+        self._release_dropped_copies()
+
+    def _release_dropped_copies(self) -> None:
+        """Free the memory of dropped copies that are no longer in progress."""
         for copy in [each for each in self._dropped_copies if each.future.done()]:
             if copy.future.exception() is None:
                 self._transport.finish_copy(copy.tensor, copy.future.result())
@@ -350,19 +351,11 @@ class DeviceStream(UnitReader):
         Args:
             unit: Index of the group of tensors that the computation uses now.
         """
-        free_bytes = self.window
-        self._expected_units = []
-        for next_unit in self.order.predict_next():
-            if next_unit == unit or next_unit in self._expected_units or self._sizes[next_unit] > free_bytes:
-                break
-            if self._uses.get(next_unit):
-                continue  # the unit of a module that contains the current one, whose copies are already in use
-            free_bytes -= self._sizes[next_unit]
-            self._expected_units.append(next_unit)
+        self._expected_units = self._choose_expected_units(unit)
         self._drop_unexpected()
         for next_unit in self._expected_units:
-            homes = [place.tensor for place in self._units[next_unit]]
-            missing = [h for h in homes if id(h) not in self._copies and not self._is_copied_by_autograd(h)]
+            sources = [place.tensor for place in self._units[next_unit]]
+            missing = [h for h in sources if id(h) not in self._copies and not self._is_copied_by_autograd(h)]
             try:
                 if missing:
                     self._start_copies(missing, is_ahead=True)
@@ -371,15 +364,43 @@ class DeviceStream(UnitReader):
                     raise
                 break  # there might be enough memory when a later unit is entered
 
+    def _choose_expected_units(self, unit: int) -> list[int]:
+        """Return the units that are expected to be used next and fit into the window, in the expected order.
+
+        Args:
+            unit: Index of the group of tensors that the computation uses now.
+        """
+        free_bytes = self.window
+        expected_units: list[int] = []
+        for next_unit in self.order.predict_next():
+            is_cycle_complete = next_unit == unit or next_unit in expected_units
+            if is_cycle_complete or self._sizes[next_unit] > free_bytes:
+                break
+            if self._uses.get(next_unit):
+                continue  # the unit of a module that contains the current one, whose copies are already in use
+            free_bytes -= self._sizes[next_unit]
+            expected_units.append(next_unit)
+        return expected_units
+
     def _drop_unexpected(self) -> None:
         """Drop all device copies except those that are shared by several units, in use, or expected to be used next."""
         kept_ids = set(self._shared_ids or ())
         kept_ids |= {id(place.tensor) for unit in self._expected_units for place in self._units[unit]}
-        kept_ids |= {id(each.home) for uses in self._uses.values() for use in uses for each in use.replaced}
+        kept_ids |= {id(each.source) for uses in self._uses.values() for use in uses for each in use.replaced}
         self._drop_copies([key for key in self._copies if key not in kept_ids])
 
+    def _install_saving_hooks(self, use: WeightUse) -> None:
+        """Make autograd save references to the original tensors of a unit instead of their device copies."""
+        for replaced in use.replaced:
+            # Copies with `requires_grad` were made by autograd, which must keep them for backward.
+            if not replaced.copy.requires_grad:
+                address = replaced.copy.untyped_storage().data_ptr()
+                use.sources_by_address[address] = replaced.source
+        use.saving_hooks = torch.autograd.graph.saved_tensors_hooks(*self._make_saving_hooks(use.sources_by_address))
+        use.saving_hooks.__enter__()
+
     def _make_saving_hooks(
-        self, homes_by_address: dict[int, torch.Tensor]
+        self, sources_by_address: dict[int, torch.Tensor]
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Return the pair of hooks for `saved_tensors_hooks` in a forward that uses device copies of weights.
 
@@ -387,22 +408,22 @@ class DeviceStream(UnitReader):
         saved tensor. Backward copies the weight again.
 
         Args:
-            homes_by_address: Original tensors by the address of their device copies.
+            sources_by_address: Original tensors by the address of their device copies.
         """
 
         def pack_saved(tensor: torch.Tensor) -> Any:
-            home = homes_by_address.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-            if home is None or tensor.dtype != home.dtype:
+            source = sources_by_address.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+            if source is None or tensor.dtype != source.dtype:
                 return tensor
-            return _SavedWeight(home, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _SavedWeight(source, tensor.shape, tensor.stride(), tensor.storage_offset())
 
         def unpack_saved(saved: Any) -> torch.Tensor:
             if not isinstance(saved, _SavedWeight):
                 return saved  # type: ignore[no-any-return]
-            copy = self._transport.allocate(saved.home)
+            copy = self._transport.allocate(saved.source)
             after = self._transport.mark_progress()
             # Only the worker's thread may start copies.
-            ticket = self._worker.submit(self._transport.start_copy, saved.home, copy, after).result()
+            ticket = self._worker.submit(self._transport.start_copy, saved.source, copy, after).result()
             self._transport.finish_copy(copy, ticket)
             return copy.as_strided(saved.shape, saved.stride, saved.offset)
 

@@ -41,10 +41,10 @@ class HostTransport:
         self.pinned: Callable[[int], torch.Tensor] | None = None
         self._device = device
 
-    def allocate(self, home: torch.Tensor) -> torch.Tensor:
-        """Allocate memory on the target device for a copy of the tensor `home`."""
+    def allocate(self, source: torch.Tensor) -> torch.Tensor:
+        """Allocate memory on the target device for a copy of the tensor `source`."""
         with torch.inference_mode(False), torch.no_grad():
-            return torch.empty_like(home, device=self._device, requires_grad=False)
+            return torch.empty_like(source, device=self._device, requires_grad=False)
 
     def mark_progress(self) -> Any:
         """Return the current position in the device's compute stream, or None if the device computes synchronously.
@@ -54,20 +54,20 @@ class HostTransport:
         """
         return None
 
-    def start_copy(self, home: torch.Tensor, copy: torch.Tensor, after: Any) -> Any:
-        """Start to copy `home` into `copy`. Return a ticket, which must be passed to `finish_copy`.
+    def start_copy(self, source: torch.Tensor, copy: torch.Tensor, after: Any) -> Any:
+        """Start to copy `source` into `copy`. Return a ticket, which must be passed to `finish_copy`.
 
         This class copies at once, and its ticket is None.
 
         Args:
-            home: Original tensor.
+            source: Original tensor.
             copy: Target tensor.
             after: Position in the compute stream from `mark_progress`. The copy begins when the computation has reached
                 it.
         """
         start_time = time.perf_counter()
-        copy.copy_(home.detach())
-        self.traffic.add_transfer(home.nbytes, time.perf_counter() - start_time)
+        copy.copy_(source.detach())
+        self.traffic.add_transfer(source.nbytes, time.perf_counter() - start_time)
 
     def finish_copy(self, copy: torch.Tensor, ticket: Any) -> None:
         """Make the computation wait for the copy that is identified by `ticket`. In this class, do nothing.
@@ -129,6 +129,7 @@ class RingTransport(HostTransport):
         self._reset_ring()
 
     def _reset_ring(self) -> None:
+        """Discard the ring of pinned buffers. It is allocated again at the next copy."""
         self._buffers: list[torch.Tensor] | None = None
         # Position in the copy stream after the last copy from each buffer, or None if the buffer was not used.
         self._last_copies: list[StreamPoint | None] = [None] * RING
@@ -139,21 +140,21 @@ class RingTransport(HostTransport):
     def __reduce__(self) -> tuple[type["RingTransport"], tuple[CopyStream, int]]:
         return RingTransport, (self._stream, self._chunk)
 
-    def allocate(self, home: torch.Tensor) -> torch.Tensor:
-        """Allocate device memory for a copy of `home`, from the allocator's pool for the compute stream."""
-        return self._stream.allocate(home)
+    def allocate(self, source: torch.Tensor) -> torch.Tensor:
+        """Allocate device memory for a copy of `source`, from the allocator's pool for the compute stream."""
+        return self._stream.allocate(source)
 
     def mark_progress(self) -> StreamPoint:
         """Return the current position in the compute stream."""
         return self._stream.record_position()
 
-    def start_copy(self, home: torch.Tensor, copy: torch.Tensor, after: StreamPoint) -> PendingCopy:
+    def start_copy(self, source: torch.Tensor, copy: torch.Tensor, after: StreamPoint) -> PendingCopy:
         """Queue a copy that begins once the compute stream has reached `after`, and return the ticket of the copy.
 
         The call returns when the last buffer of the copy is queued.
 
         Args:
-            home: Original tensor.
+            source: Original tensor.
             copy: Target tensor on the device.
             after: Position in the compute stream from `mark_progress`.
         """
@@ -161,16 +162,16 @@ class RingTransport(HostTransport):
         self._record_times()
         start = self._stream.begin_copies(after)
         try:
-            if self._stream.is_pinned(home) or not home.is_contiguous() or not self._get_ring():
-                self._stream.copy(copy, home.detach())
+            if self._stream.is_pinned(source) or not source.is_contiguous() or not self._get_ring():
+                self._stream.copy(copy, source.detach())
             else:
-                self._copy_through_ring(home.detach(), copy)
+                self._copy_through_ring(source.detach(), copy)
         except BaseException:
             self.drain()  # copies in progress must not write into memory that is about to be freed
             raise
         done = self._stream.end_copies()
-        self.traffic.num_bytes += home.nbytes
-        self._untimed.append(_UntimedCopy(start, done, home.nbytes))
+        self.traffic.num_bytes += source.nbytes
+        self._untimed.append(_UntimedCopy(start, done, source.nbytes))
         return PendingCopy(after, done)
 
     def _record_times(self) -> None:
@@ -199,23 +200,23 @@ class RingTransport(HostTransport):
                 )
         return self._buffers
 
-    def _copy_through_ring(self, home: torch.Tensor, copy: torch.Tensor) -> None:
+    def _copy_through_ring(self, source: torch.Tensor, copy: torch.Tensor) -> None:
         """Copy a tensor in chunks, each through the next pinned buffer of the ring.
 
         Args:
-            home: Contiguous original tensor.
+            source: Contiguous original tensor.
             copy: Target tensor on the device.
         """
         buffers, chunk = self._get_ring(), self._chunk
-        source, target = home.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8)
-        for start in range(0, source.numel(), chunk):
-            piece = source[start : start + chunk]
+        source_bytes, target_bytes = source.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8)
+        for start in range(0, source_bytes.numel(), chunk):
+            piece = source_bytes[start : start + chunk]
             last_copy = self._last_copies[self._next_buffer]
             if last_copy is not None:
                 last_copy.wait()  # until the buffer's former contents have been copied
             buffer = buffers[self._next_buffer][: piece.numel()]
             buffer.copy_(piece)
-            self._stream.copy(target[start : start + chunk], buffer)
+            self._stream.copy(target_bytes[start : start + chunk], buffer)
             self._last_copies[self._next_buffer] = self._stream.end_copies()
             self._next_buffer = (self._next_buffer + 1) % RING
 

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
 
 # Why each name is used:
 #
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_map as tree_map
 #   build on the same module. A public module for fake tensors would replace it.
 # - unset_fake_temporarily keeps tensors outside of the model, such as RNG states, real within a fake mode.
 # - TorchDispatchMode sees every operation, also those that autograd calls in C++. A torch function mode misses these.
-# - tree_leaves, tree_map walk containers as torch itself does. A public pytree module would replace them.
+# - tree_leaves walks containers as torch itself does. A public pytree module would replace it.
 
 disable_current_modes = _python_dispatch._disable_current_modes
 """Context manager that disables all dispatch modes. There is no public equivalent."""

@@ -1,46 +1,23 @@
-"""Plan several layouts of one run and compare them, as a table or as JSON.
+"""Compare the plans of several layouts of one run, as a table or as JSON. The cheapest layout that fits is listed first.
 
-JSON has bytes, seconds and FLOPs without rounding. The cheapest layout that fits is listed first.
+JSON has bytes, seconds and FLOPs without rounding.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import nn
-
 from headway.common.text import format_bytes, format_columns, format_number
-from headway.core.config.engines import collect_options
-from headway.core.config.mesh import Layout, parse_layout
-from headway.core.config.values import check_count
-from headway.errors import ConfigError, HeadwayError, UnsupportedError
-from headway.forecasting.device.devices import DEVICES
-from headway.forecasting.tracing.attention_masks import POSITIONS, skip_causal_mask
-from headway.forecasting.tracing.step import check_precision
-from headway.planning.costs import ClusterRates, compute_cost
-from headway.planning.dry_run.drive import BatchStep, Step
-from headway.planning.dry_run.fake_group import PeerObjects, require_no_group
+from headway.errors import HeadwayError
+from headway.planning.cluster import ClusterRates
+from headway.planning.costs import compute_cost
+from headway.planning.dry_run.fake_group import require_no_group
 from headway.planning.dry_run.meter import MeteredCollective, Volume
-from headway.planning.dry_run.trial import (
-    StepDryRun,
-    can_repeat_blocks,
-    dry_run_rank,
-    dry_run_repeated,
-    dry_run_stages,
-)
-from headway.planning.dry_run.updates import find_fullest_owner
-from headway.planning.optimizers import Optimizer, resolve_optimizer
-from headway.planning.outcome import Cost, Plan, RankShare, build_plan, count_bytes_sent, format_duration, format_size
+from headway.planning.outcome import Cost, Plan, count_bytes_sent, format_duration, format_size
+from headway.planning.rank_shares import RankShare
 
 logger = logging.getLogger(__name__)
-
-_ASSUMED_DEVICE = replace(DEVICES["h100"], cublas=0)
-"""Device that a plan assumes when it adds the scratch memory of kernels.
-
-cuBLAS's workspace is left out, because it is equal for all models.
-"""
 
 
 @dataclass(frozen=True)
@@ -82,100 +59,6 @@ class PlanComparison:
         return "\n".join(format_comparison(self))
 
 
-def plan(
-    make: Callable[[], nn.Module],
-    strategy: str | Layout,
-    num_ranks: int,
-    *,
-    step: Step | None = None,
-    optimizer: Optimizer = "adamw",
-    precision: str = "no",
-    tokens: int = 0,
-    kwargs_handlers: list[Any] | None = None,
-    machine_ranks: int = 8,
-) -> Plan:
-    """Plan the memory, communication and checkpoint size of each rank of a run.
-
-    The model is prepared as in the run, but without allocating memory and without starting processes.
-
-    Args:
-        make: Function that makes the model. It is called within `init_empty_weights()`, where parameters take no
-            memory.
-        strategy: Layout, such as "fsdp", "hsdp=8" or "fsdp+tp=8", or a `Layout` object.
-        num_ranks: World size of the run.
-        step: Function from the model to the loss of one data shard's batch. It is called with tensors that have shapes
-            but no values. A transformers model builds no causal mask, as in a run without padding, unless the step has a
-            method `inputs()` whose result has position IDs. With None, the plan does not count communication,
-            computation and activations.
-        optimizer: Name of an optimizer, or a function that makes a torch optimizer from parameters. "none" plans
-            without an update.
-        precision: "no", "bf16" or "fp16", like the Accelerator's `mixed_precision`.
-        tokens: Tokens in the batch of one data shard, used to compute tokens per second. 0 if unknown.
-        kwargs_handlers: Options that the Accelerator accepts as `kwargs_handlers`: ShardingOptions,
-            TensorParallelOptions, PipelineOptions, TorchContextParallelConfig, ActivationCheckpointing. None: none.
-        machine_ranks: Ranks per machine. Default: 8.
-
-    Raises:
-        ConfigError: If the layout does not divide the ranks, or another argument is wrong.
-        OptionalDependencyMissing: If the package of a named optimizer is not installed.
-        PrepareError: If the model cannot be sharded.
-        StateError: If this process has joined a process group.
-        UnsupportedError: If the layout cannot be planned, or the step cannot be run without values.
-    """
-    check_count(num_ranks=num_ranks)
-    check_precision(precision)
-    layout = _resolve_layout(strategy, num_ranks, machine_ranks) if isinstance(strategy, str) else strategy
-    if layout.num_ranks != num_ranks:
-        raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
-    name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
-    options = collect_options(kwargs_handlers)
-    make_optimizer = resolve_optimizer(optimizer)
-    make = partial(_make_unmasked, make, step)
-
-    def run_trial(
-        rank: int, peer_objects: PeerObjects | None = None, make: Callable[[], nn.Module] = make
-    ) -> StepDryRun:
-        return dry_run_rank(
-            make,
-            layout,
-            rank,
-            step=step,
-            make_optimizer=make_optimizer,
-            precision=precision,
-            options=options,
-            machine_ranks=machine_ranks,
-            peer_objects=peer_objects,
-            device=_ASSUMED_DEVICE,
-        )
-
-    if layout.pp > 1:
-        return build_plan(name, layout, dry_run_stages(layout, run_trial), tokens)
-    if step is None:
-        return build_plan(name, layout, (run_trial(0),), tokens)
-    owner = find_fullest_owner(make, optimizer, make_optimizer, layout, options, machine_ranks)
-    extrapolated: StepDryRun | None = None
-    # With owners, another block can change the owners of all parameters.
-    if owner is None and can_repeat_blocks(options):
-        extrapolated = dry_run_repeated(make, lambda make_shortened: run_trial(0, make=make_shortened))
-    return build_plan(name, layout, (extrapolated or run_trial(owner or 0),), tokens)
-
-
-def _make_unmasked(make: Callable[[], nn.Module], step: Step | None) -> nn.Module:
-    """Make a model that builds no causal mask, as in a run without padding, unless the batch has position IDs.
-
-    transformers reads the values of a mask, and builds none if no token is masked. A plan has no values to read. With a
-    mask, attention also communicates differently under context parallelism.
-
-    Args:
-        make: Function that makes the model.
-        step: Training step, or None.
-    """
-    model = make()
-    inputs = step.inputs() if isinstance(step, BatchStep) else None
-    is_packed = isinstance(inputs, dict) and POSITIONS in inputs
-    return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") and not is_packed else model
-
-
 def compare_layouts(
     plan_layout: Callable[[str], Plan], strategies: Iterable[str], cluster: ClusterRates | None = None
 ) -> PlanComparison:
@@ -201,15 +84,6 @@ def compare_layouts(
             row = ComparedPlan(strategy, None, None, str(error))
         rows.append(row)
     return PlanComparison(tuple(sorted(rows, key=_rank_row)), cluster)
-
-
-def _resolve_layout(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
-    requested = parse_layout(strategy)
-    if requested.is_deepspeed:
-        raise UnsupportedError(
-            f"{strategy} is DeepSpeed's engine, which cannot be planned; plan fsdp instead, which shards what zero3 does"
-        )
-    return requested.resolve(num_ranks, machine_ranks)
 
 
 def list_candidates(num_ranks: int, machine_ranks: int, has_tp_plan: bool = False) -> Sequence[str]:
@@ -259,10 +133,11 @@ def _rank_row(row: ComparedPlan) -> tuple[int, float]:
 
 def comparison_as_dict(comparison: PlanComparison) -> dict[str, Any]:
     """Return a comparison as nested dictionaries that can be written as JSON. Rows keep their order."""
-    return {"cluster": asdict(comparison.cluster), "layouts": [_row_as_dict(row) for row in comparison.rows]}
+    return {"cluster": asdict(comparison.cluster), "layouts": [_convert_row(row) for row in comparison.rows]}
 
 
-def _row_as_dict(row: ComparedPlan) -> dict[str, Any]:
+def _convert_row(row: ComparedPlan) -> dict[str, Any]:
+    """Return a row of the comparison as a dict for JSON. A layout that could not be planned has only a reason."""
     row_dict: dict[str, Any] = {"strategy": row.strategy, "fits": not row.reason, "reason": row.reason or None}
     if row.plan is not None:
         row_dict |= plan_as_dict(row.plan)
@@ -278,7 +153,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "num_ranks": plan.num_ranks,
         "axes": plan.layout.sizes,
         "num_parameters": plan.num_parameters,
-        "ranks": {name: _share_as_dict(share) for name, share in shares.items()},
+        "ranks": {name: _convert_share(share) for name, share in shares.items()},
         "empty_ranks": plan.shares.num_empty,
         "parameters_with_gaps": plan.shares.num_with_gaps,
         "activations": plan.activations,
@@ -286,10 +161,10 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "total": plan.total,
         "peak": plan.peak,
         "checkpoint": asdict(plan.saved),
-        "exchanges": None if plan.exchanges is None else [_exchange_as_dict(*each) for each in plan.exchanges.items()],
+        "exchanges": None if plan.exchanges is None else [_convert_exchange(*each) for each in plan.exchanges.items()],
         "stages": [
             {
-                "held": _share_as_dict(stage.share),
+                "held": _convert_share(stage.share),
                 "activations": stage.activations,
                 "sent": stage.sent,
                 "flops": stage.flops,
@@ -301,11 +176,13 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _share_as_dict(share: RankShare) -> dict[str, Any]:
+def _convert_share(share: RankShare) -> dict[str, Any]:
+    """Return a rank's memory as a dict for JSON, with its sum."""
     return asdict(share) | {"num_bytes": share.num_bytes}
 
 
-def _exchange_as_dict(exchange: MeteredCollective, volume: Volume) -> dict[str, Any]:
+def _convert_exchange(exchange: MeteredCollective, volume: Volume) -> dict[str, Any]:
+    """Return the calls and bytes of a collective as a dict for JSON, with the bytes that a rank sends."""
     return asdict(exchange) | asdict(volume) | {"sent": exchange.count_sent_bytes(volume.num_bytes)}
 
 
@@ -331,7 +208,7 @@ def _explain_columns(comparison: PlanComparison) -> list[str]:
         "  peak is the most that tensors take at once in an update, with temporaries",
     ]
     plans = [row.plan for row in comparison.rows if row.plan is not None]
-    if any(plan.traced is not None and plan.traced < plan.total for plan in plans):
+    if any(plan.traced_peak is not None and plan.traced_peak < plan.total for plan in plans):
         lines.append("  peak is below total if the parts do not reach their maximum at the same moment")
     if any(plan.exchanges is not None for plan in plans):
         lines += [
@@ -342,12 +219,19 @@ def _explain_columns(comparison: PlanComparison) -> list[str]:
 
 
 def _format_cells(row: ComparedPlan, plan: Plan, has_tokens: bool) -> list[str]:
+    """Return the cells of a table row for a layout.
+
+    Args:
+        row: Row of the comparison.
+        plan: Plan of the row.
+        has_tokens: Whether the table has a column for tokens per second.
+    """
     share, cost = plan.shares.find_fullest(), row.cost
     sizes: list[float | None] = [None] * 4
     if plan.exchanges is not None:
         sizes = [share.gradients, share.optimizer_state, plan.activations, plan.gathered]
     sent = None if plan.exchanges is None else count_bytes_sent(plan.exchanges)
-    cells = [row.strategy, format_bytes(share.weights), *map(format_size, [*sizes, plan.total, plan.traced, sent])]
+    cells = [row.strategy, format_bytes(share.weights), *map(format_size, [*sizes, plan.total, plan.traced_peak, sent])]
     cells += ["-", "-"] if cost is None else [format_duration(cost.seconds), cost.bottleneck]
     if has_tokens:
         cells.append(format_number(cost.tokens_per_second) if cost is not None else "-")

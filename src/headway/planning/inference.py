@@ -1,15 +1,14 @@
-"""Report on a model's inference: required memory, placement on this machine, and the speed that bandwidths allow."""
+"""Measure a model's inference: required memory, placement on this machine, and the speed that bandwidths allow."""
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from headway.common.text import format_bytes, format_columns, format_number
 from headway.core.runtime.device import detect_hardware
 from headway.core.weights.files import WeightFiles, open_checkpoint
 from headway.errors import DeviceMapError
@@ -19,19 +18,9 @@ from headway.offload.placement.budget import OFFLOAD, Device
 from headway.offload.placement.device_map import DeviceMap, get_device
 from headway.offload.placement.sizes import Dtype, TensorSizes, compute_module_sizes, get_max_layer_size
 from headway.offload.placement.workload import Workload, measure_cache_and_outputs
-from headway.planning.sources import load_meta_model
-
-DTYPES = ("float32", "bfloat16", "int8", "int4")
-"""Names of the dtypes that the report compares."""
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names under which transformers' configs store the number of experts."""
-
-_MIN_REPORTED_BYTES = 1024
-"""Minimum bytes per sample for the report to mention the part of a cache that does not grow with the length.
-
-Smaller parts contain only bookkeeping.
-"""
 
 
 @dataclass(frozen=True)
@@ -97,17 +86,18 @@ class Bandwidths:
 
     def get_memory_rate(self, device: Device) -> float:
         """Return the memory bandwidth of a device in bytes per second."""
-        where = _get_torch_device(device)
+        torch_device = _get_torch_device(device)
         rate = self._measure_once(
-            "main memory" if device == "cpu" else f"memory of {where}", lambda: self._measure_memory(where)
+            "main memory" if device == "cpu" else f"memory of {torch_device}",
+            lambda: self._measure_memory(torch_device),
         )
         assert rate is not None
         return rate
 
     def get_copy_rate(self, device: Device) -> float:
         """Return the bandwidth from main memory to an accelerator in bytes per second."""
-        where = _get_torch_device(device)
-        rate = self._measure_once(f"main memory to {where}", lambda: self._measure_copy(where))
+        torch_device = _get_torch_device(device)
+        rate = self._measure_once(f"main memory to {torch_device}", lambda: self._measure_copy(torch_device))
         assert rate is not None
         return rate
 
@@ -119,12 +109,20 @@ class Bandwidths:
         return self._measure_once("disk", lambda: self._measure_disk(self._files)) if self._files else None
 
     def _measure_once(self, name: str, measure: Callable[[], float | None]) -> float | None:
+        """Return a bandwidth in bytes per second, or None if it cannot be measured. It is measured in the first call
+        only.
+
+        Args:
+            name: Name of the bandwidth.
+            measure: Function that measures it, and returns None if it cannot.
+        """
         if name not in self.known:
             self.known[name] = measure()
         return self.known[name]
 
 
 def _get_torch_device(device: Device) -> torch.device:
+    """Return torch's object for a device in a device map. A number is the index of an accelerator."""
     return torch.device(detect_hardware().kind, device) if isinstance(device, int) else torch.device(device)
 
 
@@ -158,9 +156,8 @@ def measure_sizes(model: nn.Module, dtype: Dtype, workload: Workload | None = No
         *model.named_parameters(recurse=False),
     ]
     largest, names = get_max_layer_size(parts, sizes, classes)
-    shown = str(dtype).removeprefix("torch.")
     base = ModelSizes(
-        dtype=shown,
+        dtype=str(dtype).removeprefix("torch."),
         num_bytes=sizes[""],
         largest=largest,
         largest_name=names[0] if names else "the whole model",
@@ -238,13 +235,13 @@ def compute_ceiling(sizing: ModelSizes, bandwidths: Bandwidths) -> float | None:
     """
     if sizing.device_map is None:
         return None
-    main = sizing.device_map.main_device
+    main_device = sizing.device_map.main_device
     offloaded = sum(size for device, size in sizing.traffic.items() if device in OFFLOAD)
     placed = {device: size for device, size in sizing.traffic.items() if device not in OFFLOAD}
     seconds = sum(size / bandwidths.get_memory_rate(device) for device, size in placed.items())
-    seconds += offloaded / bandwidths.get_memory_rate(main)  # the main device computes with offloaded weights
-    if main != "cpu" and offloaded:
-        seconds = max(seconds, offloaded / bandwidths.get_copy_rate(main))
+    seconds += offloaded / bandwidths.get_memory_rate(main_device)  # the main device computes with offloaded weights
+    if main_device != "cpu" and offloaded:
+        seconds = max(seconds, offloaded / bandwidths.get_copy_rate(main_device))
     disk_bytes = sizing.traffic.get("disk", 0) - _count_spare_bytes(sizing.device_map)
     if disk_bytes > 0:
         disk_rate = bandwidths.get_disk_rate()
@@ -309,131 +306,7 @@ def measure_generation(model: nn.Module, dtype: Dtype, workload: Workload | None
 def can_generate(model: nn.Module) -> bool:
     """Whether transformers' `generate()` can use the model as a decoder, so that each forward generates one token."""
     config = getattr(model, "config", None)
-    can = getattr(model, "can_generate", None)
-    return bool(callable(can) and can()) and not getattr(config, "is_encoder_decoder", False)
-
-
-def describe_inference(folder: Path, dtype: str | None, batch_size: int, num_tokens: int | None) -> list[str]:
-    """Return the lines of a report on the model in a folder: its sizes, placement and maximum rate on this machine.
-
-    Args:
-        folder: Folder with a transformers config, and possibly weights.
-        dtype: Name of the dtype in which the model is placed, or None for the dtype in the config.
-        batch_size: Samples per forward.
-        num_tokens: Tokens per sample, or None to leave out the sizes of caches, activations and logits.
-
-    Raises:
-        CheckpointError: If the weights in the folder are damaged, or if there are several checkpoints.
-        ConfigError: If there is no such folder or config, or transformers cannot build a model from it.
-        DeviceMapError: If the model does not run with `batch_size` samples of `num_tokens` tokens.
-        OptionalDependencyMissing: If transformers is not installed.
-    """
-    model, stored = load_meta_model(folder), open_stored_weights(folder)
-    workload = None if num_tokens is None else Workload(batch_size, num_tokens)
-    chosen = dtype or str(getattr(model.config, "dtype", None) or "float32").removeprefix("torch.")
-    names = list(DTYPES) if chosen in DTYPES else [chosen, *DTYPES]
-    sizings = [measure_sizes(model, name, workload) for name in names]
-    bandwidths = Bandwidths(stored.files if stored is not None else [])
-    unit = "tokens/s" if can_generate(model) else "forwards/s"
-    return [
-        *_describe_weights(model, stored),
-        "",
-        *_describe_dtypes(sizings, bandwidths, unit, batch_size),
-        "",
-        *_describe_placement(sizings[names.index(chosen)], unit),
-        *_describe_generation(model, chosen, workload, unit),
-        "",
-        *_describe_ceiling(model, stored, bandwidths, unit),
-    ]
-
-
-def _describe_weights(model: nn.Module, stored: WeightFiles | None) -> list[str]:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    lines = [f"{type(model).__name__}: {num_parameters:,} parameters"]
-    if stored is None:
-        return [*lines, "no weights in the folder, so the disk is not measured"]
-    size = sum(tensor.num_bytes for tensor in stored.tensors.values())
-    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values()})
-    lines.append(f"stored: {format_bytes(size)} in {len(stored.files)} file(s), {', '.join(kinds)}")
-    if getattr(model.config, "quantization_config", None):
-        lines.append("the stored weights are quantized; the sizes below are those of the plain model")
-    return lines
-
-
-def _describe_dtypes(sizings: Sequence[ModelSizes], bandwidths: Bandwidths, unit: str, batch_size: int) -> list[str]:
-    rows = [["dtype", "weights", "largest layer", "placed on", "at most"]]
-    for sizing in sizings:
-        rate = compute_ceiling(sizing, bandwidths)
-        per_forward = batch_size if unit == "tokens/s" else 1
-        places = ", ".join(f"{device} {format_bytes(size)}" for device, size in sizing.list_places().items())
-        rows.append(
-            [
-                sizing.dtype,
-                format_bytes(sizing.num_bytes),
-                f"{format_bytes(sizing.largest)} {sizing.largest_name}",
-                places or "does not fit",
-                "-" if rate is None else f"{format_number(rate * per_forward)} {unit}",
-            ]
-        )
-    return format_columns(rows)
-
-
-def _describe_placement(sizing: ModelSizes, unit: str) -> list[str]:
-    if sizing.device_map is None:
-        return [f"no placement in {sizing.dtype}: {sizing.reason}"]
-    read = sum(sizing.traffic.values())
-    return [
-        f'device_map="auto" in {sizing.dtype}:',
-        *sizing.device_map.explain().splitlines(),
-        f"read for each {unit.partition('s/')[0]}: {format_bytes(read)}",
-    ]
-
-
-def _describe_generation(model: nn.Module, dtype: str, workload: Workload | None, unit: str) -> list[str]:
-    """Return lines of text about the memory that generation needs in addition to the weights.
-
-    This memory consists of a growing cache and temporary logits. The list is empty if the model does not generate
-    tokens, or the memory cannot be measured.
-
-    Args:
-        model: Model on the meta device.
-        dtype: Name of the model's dtype.
-        workload: Batch size and length to measure, or None to describe only how the cache grows.
-        unit: "tokens/s" if the model generates tokens, else "forwards/s".
-    """
-    generation = measure_generation(model, dtype, workload) if unit == "tokens/s" else None
-    if generation is None:
-        return []
-    growth = f"cache: {format_bytes(generation.per_token)} for each token of each sample"
-    if generation.per_sample >= _MIN_REPORTED_BYTES:
-        growth += f", and {format_bytes(generation.per_sample)} for each sample"
-    if workload is None or generation.cache is None or generation.logits is None:
-        return [growth]
-    samples = f"{workload.batch_size} sample{'s' if workload.batch_size > 1 else ''}"
-    last = ""
-    if generation.last_logits is not None:
-        last = f"; {format_bytes(generation.last_logits)} if only the last token's are requested, as by generate()"
-    return [
-        f"{growth}; {format_bytes(generation.cache)} for {samples} of {workload.num_tokens:,} tokens",
-        f"logits of all these tokens: {format_bytes(generation.logits)}, counted with the activations{last}",
-    ]
-
-
-def _describe_ceiling(model: nn.Module, stored: WeightFiles | None, bandwidths: Bandwidths, unit: str) -> list[str]:
-    disk, lines = bandwidths.get_disk_rate(), []
-    measured = [f"{name} {format_bytes(rate)}/s" for name, rate in bandwidths.known.items() if rate is not None]
-    if measured:
-        lines.append(f"measured: {', '.join(measured)}")
-    if stored is not None and disk is not None:
-        size = sum(tensor.num_bytes for tensor in stored.tensors.values())
-        lines.append(
-            f"reading the stored weights once takes at least {format_number(size / disk)} s, unless they are in the page cache"
-        )
-    share, unit = get_expert_share(model), unit.partition("s/")[0]
-    mixture = f", of the experts {share:.0%}" if share < 1 else ""
-    return [
-        *lines,
-        f"'at most' is an upper limit, not a forecast. For each {unit}, all weights are read once (of an untied input",
-        f"embedding only one row{mixture}), and no run reads faster than the measured bandwidth. Computation and caches",
-        "are not counted. With offloaded weights, a run logs the rate that it reaches after its second forward pass.",
-    ]
+    model_can_generate = getattr(model, "can_generate", None)
+    return bool(callable(model_can_generate) and model_can_generate()) and not getattr(
+        config, "is_encoder_decoder", False
+    )

@@ -71,15 +71,16 @@ def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bi
 
     class UncompiledAdamW(base):
         def step(self, closure: Any = None) -> Any:
-            own = [each for group in self.param_groups for each in group["params"]]
-            if not any(isinstance(part, FakeTensor) for each in own for part in iterate_plain_tensors(each)):
+            own_parameters = [each for group in self.param_groups for each in group["params"]]
+            plain_tensors = (part for each in own_parameters for part in iterate_plain_tensors(each))
+            if not any(isinstance(part, FakeTensor) for part in plain_tensors):
                 return super().step(closure)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             with torch.no_grad():
-                for parameter in own:
+                for parameter in own_parameters:
                     if parameter.grad is not None:
                         self._update_parameter(parameter)
             return loss
@@ -98,7 +99,7 @@ def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bi
 
 
 def make_bitsandbytes_adamw(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
-    """Make bitsandbytes' AdamW8bit. The scratch memory of its kernel is modeled in `forecasting/device/kernels.py`.
+    """Make bitsandbytes' AdamW8bit. The scratch memory of its kernel is modeled in `forecasting/device/memory_rules.py`.
 
     Raises:
         OptionalDependencyMissing: If bitsandbytes is not installed.
@@ -117,10 +118,10 @@ class MuonAndAdamW(optim.Optimizer):
     """Optimizer that uses torch's Muon for matrices, and AdamW for all other parameters, which Muon does not accept."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        own = list(parameters)
-        super().__init__(own, {})
-        matrices = [each for each in own if each.dim() == 2]
-        not_matrices = [each for each in own if each.dim() != 2]
+        all_parameters = list(parameters)
+        super().__init__(all_parameters, {})
+        matrices = [each for each in all_parameters if each.dim() == 2]
+        not_matrices = [each for each in all_parameters if each.dim() != 2]
         self.parts: list[optim.Optimizer] = []
         if matrices:
             self.parts.append(optim.Muon(matrices))
@@ -176,10 +177,15 @@ def resolve_optimizer(optimizer: Optimizer) -> MakeOptimizer | None:
         optimizer: Name of an optimizer, or a function, which is returned unchanged.
 
     Raises:
-        ConfigError: If the name is unknown.
+        ConfigError: If the name is unknown, or `optimizer` is an optimizer instead of a function that makes one.
     """
     if callable(optimizer):
         return optimizer
+    if isinstance(optimizer, optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} with parameters of its own; give its class, or a function that takes "
+            "parameters and returns an optimizer"
+        )
     if optimizer == "none":
         return None
     if optimizer not in _MAKERS:

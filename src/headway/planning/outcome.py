@@ -5,150 +5,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
-
 from headway.common.text import format_bytes, format_columns, format_number
 from headway.core.config.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
+from headway.planning.dry_run.rank_update import StepDryRun
 from headway.planning.dry_run.states import StateBytes
-from headway.planning.dry_run.trial import RankCoordinates, StepDryRun, TensorSharding
+from headway.planning.dry_run.tensor_sharding import TensorSharding
+from headway.planning.rank_shares import CheckpointSize, RankShare, RankShares
 
 NOT_COUNTED = "not counted"
 """Text in place of a number that was not counted."""
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """Memory of one rank that does not depend on the batch, in bytes.
-
-    Attributes:
-        rank: Number of the rank.
-        weights: Parameters with their padding, and buffers.
-        gradients: Gradients with their padding.
-        optimizer_state: Optimizer state of the elements on this rank.
-        padding: Padding that is included in `weights`.
-    """
-
-    rank: int
-    weights: int
-    gradients: int
-    optimizer_state: int
-    padding: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights, gradients and optimizer state."""
-        return self.weights + self.gradients + self.optimizer_state
-
-
-@dataclass(frozen=True)
-class CheckpointSize:
-    """Size of a checkpoint of the model and the optimizer.
-
-    Attributes:
-        num_files: Number of files, one for each rank that writes data.
-        num_bytes: Bytes of all files.
-        per_rank: Maximum number of bytes that one rank writes. Ranks that have the same data write equal parts of it.
-    """
-
-    num_files: int
-    num_bytes: int
-    per_rank: int
-
-
-class RankShares:
-    """Memory of every rank of a layout.
-
-    Args:
-        layout: Layout of the run.
-        parameters: Parameters of the model, and how they are sharded.
-        states: Optimizer state of each parameter, in the order of `parameters`. Empty without an optimizer.
-        buffers: Bytes of buffers at each pipeline stage.
-        at_peak: Additional bytes that each pipeline stage needs at its peak, such as activations. They are not part of
-            any rank's `RankShare`, and only serve to determine which rank needs the most memory. Empty: none.
-
-    Attributes:
-        num_empty: Number of ranks that have no element of any parameter.
-        num_with_gaps: Number of parameters that have no element on at least one rank. Parameters that only some
-            pipeline stages have are not counted.
-        thinnest: Of the parameters that `num_with_gaps` counts, the one on the fewest ranks: a tuple of (number of
-            ranks, name). None if there are none.
-        saved: Size of a checkpoint, which contains each element once.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        parameters: Sequence[TensorSharding],
-        states: Iterable[StateBytes],
-        buffers: Sequence[int],
-        at_peak: Sequence[int] = (),
-    ) -> None:
-        self._layout = layout
-        self._ranks = RankCoordinates(layout)
-        zero = torch.zeros(layout.num_ranks, dtype=torch.long)
-        self._at_peak = self._ranks.spread_by_stage(at_peak) if at_peak else zero
-        self._weights = self._ranks.spread_by_stage(buffers)
-        self._gradients = zero + 0
-        self._state = zero + 0
-        self._padding = zero + 0
-        has_any, written = zero.bool(), zero.double()
-        gaps: list[tuple[int, str]] = []
-        for parameter, state in zip(parameters, list(states) or [StateBytes(0, 0)] * len(parameters)):
-            num_elements, num_allocated = self._ranks.count_elements(parameter)
-            self._weights += num_allocated * parameter.itemsize
-            self._padding += (num_allocated - num_elements) * parameter.itemsize
-            if parameter.requires_grad:
-                self._gradients += num_allocated * parameter.itemsize
-            if state.owner is None:
-                has_stage = 1 if parameter.stages is None else self._ranks.mask_stages(parameter.stages)
-                self._state += num_elements * state.per_element + state.fixed * has_stage
-                written += self._count_written(parameter, num_elements * (parameter.itemsize + state.per_element))
-            else:
-                owned_bytes = prod(parameter.shape) * state.per_element + state.fixed
-                self._state[state.owner] += owned_bytes
-                written += self._count_written(parameter, num_elements * parameter.itemsize)
-                written[state.owner] += owned_bytes
-            has_any |= num_elements > 0
-            num_ranks = int((num_elements > 0).sum())
-            if num_ranks < layout.num_ranks and parameter.stages is None:
-                gaps.append((num_ranks, parameter.name))
-        self.num_empty = int((~has_any).sum())
-        self.num_with_gaps = len(gaps)
-        self.thinnest = min(gaps) if gaps else None
-        self.saved = CheckpointSize(int((written > 0).sum()), round(float(written.sum())), round(float(written.max())))
-
-    def _count_written(self, parameter: TensorSharding, num_bytes: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a parameter that each rank writes to a checkpoint, as a tensor of shape (num_ranks,).
-
-        Args:
-            parameter: Description of the parameter.
-            num_bytes: Bytes of the parameter, and of its optimizer state if each rank has that of its shard, on each
-                rank.
-        """
-        layout = self._layout
-        if parameter.stages is not None and len(parameter.stages) < layout.pp:
-            # The first rank that has the parameter, or a shard of it, writes it.
-            writes = self._ranks.mask_stages(frozenset((min(parameter.stages),)))
-            for axis in layout.sizes.keys() - {"pp", *parameter.axes}:
-                writes = writes & (self._ranks.coordinates[axis] == 0)
-            return num_bytes * writes
-        # Ranks with equal shards write equal parts.
-        return num_bytes / prod(size for axis, size in layout.sizes.items() if axis not in parameter.axes)
-
-    def get_share(self, rank: int) -> RankShare:
-        """Return the memory of the rank with this number."""
-        return RankShare(
-            rank=rank,
-            weights=int(self._weights[rank]),
-            gradients=int(self._gradients[rank]),
-            optimizer_state=int(self._state[rank]),
-            padding=int(self._padding[rank]),
-        )
-
-    def find_fullest(self) -> RankShare:
-        """Return the memory of the rank that needs the most, including `at_peak`. Of equal ranks, the first is used."""
-        return self.get_share(int((self._weights + self._gradients + self._state + self._at_peak).argmax()))
 
 
 @dataclass(frozen=True)
@@ -198,9 +64,9 @@ class Plan:
         gathered: Estimated peak bytes of gathered parameters and of gradients in transit.
         tokens: Tokens of one data shard in one update, or 0 if unknown.
         stages: Plans by stage, or empty without a pipeline.
-        traced: Traced peak bytes of tensors, including temporaries, on rank 0. If single ranks update full parameters
-            for all others, those of the rank that needs the most memory for updates. For a pipeline, those of the rank
-            with the highest peak. None if no step was planned.
+        traced_peak: Traced peak bytes of tensors, including temporaries, on rank 0. If single ranks update full
+            parameters for all others, those of the rank that needs the most memory for updates. For a pipeline, those
+            of the rank with the highest peak. None if no step was planned.
     """
 
     strategy: str
@@ -213,7 +79,7 @@ class Plan:
     gathered: int
     tokens: int = 0
     stages: tuple[Stage, ...] = ()
-    traced: int | None = None
+    traced_peak: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -241,7 +107,7 @@ class Plan:
 
         Without a trace, it is `total`, which does not include temporaries.
         """
-        return self.total if self.traced is None else self.traced
+        return self.total if self.traced_peak is None else self.traced_peak
 
     @property
     def total(self) -> int:
@@ -265,29 +131,30 @@ class Plan:
         return "\n".join(describe_plan(self))
 
 
-def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], tokens: int) -> Plan:
+def build_plan(strategy: str, layout: Layout, dry_runs: Sequence[StepDryRun], tokens: int) -> Plan:
     """Build the plan for all ranks from the dry runs of some ranks.
 
     Args:
         strategy: Name of the layout as the user gave it.
         layout: Layout of the run.
-        trials: Dry runs of the first replica, one for each pipeline stage. Without a pipeline, a single dry run: of
+        dry_runs: Dry runs of the first replica, one for each pipeline stage. Without a pipeline, a single dry run: of
             rank 0, or of the rank that needs the most memory for updates.
         tokens: Tokens of one data shard in one update, or 0 if unknown.
     """
-    parameters, states = _merge_stages(layout, trials)
-    at_peak = [trial.activations or 0 for trial in trials]
-    shares = RankShares(layout, parameters, states, [trial.buffers for trial in trials], at_peak)
-    is_pipeline, has_step = layout.pp > 1, trials[0].volumes is not None
+    parameters, states = _merge_stages(layout, dry_runs)
+    at_peak = [dry_run.activations or 0 for dry_run in dry_runs]
+    shares = RankShares(layout, parameters, states, [dry_run.buffers for dry_run in dry_runs], at_peak)
+    is_pipeline, has_step = layout.pp > 1, dry_runs[0].volumes is not None
+    # Without a pipeline, rank 0 alone is handled as one stage.
     stages = tuple(
         Stage(
             share=shares.get_share(rank),
-            activations=trial.activations,
-            exchanges=trial.volumes or {},
-            flops=sum((trial.flops or {}).values()),
-            events=trial.events,
+            activations=dry_run.activations,
+            exchanges=dry_run.volumes or {},
+            flops=sum((dry_run.flops or {}).values()),
+            events=dry_run.events,
         )
-        for rank, trial in zip(layout.list_groups("pp")[0], trials)
+        for rank, dry_run in zip(layout.list_groups("pp")[0], dry_runs)
     )
     fullest = max(stages, key=lambda stage: stage.share.num_bytes + (stage.activations or 0))
     return Plan(
@@ -301,18 +168,18 @@ def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], toke
         gathered=max(_estimate_gathered(stage.exchanges, is_pipeline) for stage in stages),
         tokens=tokens,
         stages=stages if is_pipeline else (),
-        traced=max(trial.peak or 0 for trial in trials) if has_step else None,
+        traced_peak=max(dry_run.peak or 0 for dry_run in dry_runs) if has_step else None,
     )
 
 
 def _merge_stages(
-    layout: Layout, trials: Sequence[StepDryRun]
+    layout: Layout, dry_runs: Sequence[StepDryRun]
 ) -> tuple[tuple[TensorSharding, ...], tuple[StateBytes, ...]]:
     """Merge the parameters of all pipeline stages' dry runs.
 
     Args:
         layout: Layout of the run.
-        trials: Dry runs, one for each pipeline stage.
+        dry_runs: Dry runs, one for each pipeline stage.
 
     Returns:
         The parameters, each with the stages that have it, and the optimizer state of each parameter.
@@ -320,13 +187,13 @@ def _merge_stages(
     stages: dict[str, set[int]] = {}
     parameters: dict[str, TensorSharding] = {}
     states: dict[str, StateBytes] = {}
-    for stage, trial in enumerate(trials):
-        for index, parameter in enumerate(trial.parameters):
+    for stage, dry_run in enumerate(dry_runs):
+        for index, parameter in enumerate(dry_run.parameters):
             stages.setdefault(parameter.name, set()).add(stage)
             if parameter.name not in parameters:
                 parameters[parameter.name] = parameter
-                if trial.states:
-                    states[parameter.name] = trial.states[index]
+                if dry_run.states:
+                    states[parameter.name] = dry_run.states[index]
     if layout.pp > 1:
         parameters = {name: replace(each, stages=frozenset(stages[name])) for name, each in parameters.items()}
     return tuple(parameters.values()), tuple(states.values())
@@ -347,6 +214,8 @@ def _estimate_gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bo
     gathers = [volume for kind, volume in sharded if kind == "all_gather"]
     if is_pipeline or not gathers:
         return 2 * sum(volume.num_bytes for volume in gathers)
+    # The root unit is gathered only in forward, the other units in forward and backward. So if the root unit is the
+    # largest one, the smaller of both phases' maxima is the size of another unit.
     largest = [volume.largest for volume in gathers]
     reductions = (volume.largest for kind, volume in sharded if kind == "reduce_scatter")
     return max(largest) + 2 * min(largest) + max(reductions, default=0)
@@ -396,7 +265,7 @@ def describe_plan(plan: Plan, cost: Cost | None = None) -> list[str]:
         f"gathered parameters and their gradients, estimated: {format_size(plan.gathered if plan.exchanges is not None else None)}",
         f"a checkpoint: {plan.saved.num_files:,} file(s), {format_bytes(plan.saved.num_bytes)}, of which each rank writes at most "
         f"{format_bytes(plan.saved.per_rank)}",
-        f"the most that tensors take at once, with temporaries: {format_size(plan.traced)}",
+        f"the most that tensors take at once, with temporaries: {format_size(plan.traced_peak)}",
     ]
     if plan.exchanges is None:
         return [*lines, "communication and FLOPs: not counted, because there is no step to run"]
@@ -417,6 +286,7 @@ def describe_plan(plan: Plan, cost: Cost | None = None) -> list[str]:
 
 
 def _format_ranks(plan: Plan) -> Iterable[list[str]]:
+    """Yield the cells of one row for the first rank, the last rank, and the rank that needs the most memory."""
     shares = {share.rank: share for share in (plan.rank0, plan.shares.find_fullest(), plan.last_rank)}
     for rank, share in sorted(shares.items()):
         sizes = share.weights, share.padding, share.gradients, share.optimizer_state, share.num_bytes
@@ -424,12 +294,13 @@ def _format_ranks(plan: Plan) -> Iterable[list[str]]:
 
 
 def _format_stages(plan: Plan) -> list[str]:
+    """Return a table of the pipeline stages as lines of text. Empty without a pipeline."""
     if not plan.stages:
         return []
     head = ["stage", "rank", "held", "activations", "total", "sent", "TFLOP"]
     rows = [
         [
-            f"{place}",
+            f"{stage_index}",
             f"{stage.share.rank:,}",
             format_bytes(stage.share.num_bytes),
             format_size(stage.activations),
@@ -437,25 +308,27 @@ def _format_stages(plan: Plan) -> list[str]:
             NOT_COUNTED if plan.exchanges is None else format_bytes(stage.sent),
             NOT_COUNTED if plan.exchanges is None else format_number(stage.flops / 1e12),
         ]
-        for place, stage in enumerate(plan.stages)
+        for stage_index, stage in enumerate(plan.stages)
     ]
     return [
-        "by place along the pipeline, where the last lines show the rank that has most of each:",
+        "per pipeline stage, for one rank of each; the last lines show the rank that has the most of each:",
         *format_columns([head, *rows]),
     ]
 
 
 def _format_gaps(plan: Plan) -> Iterable[str]:
-    if plan.shares.thinnest is None:
+    """Yield a line about the parameters that have no element on some ranks, if there are such parameters."""
+    rarest = plan.shares.rarest
+    if rarest is None:
         return
-    num_holders, name = plan.shares.thinnest
     yield (
-        f"{plan.shares.num_with_gaps:,} parameters have fewer rows than there are ranks; only {num_holders:,} ranks hold a "
-        f"part of {name}, and {plan.shares.num_empty:,} ranks hold no part of any parameter"
+        f"{plan.shares.num_with_gaps:,} parameters have fewer rows than there are ranks; only {rarest.num_ranks:,} ranks hold a "
+        f"part of {rarest.name}, and {plan.shares.num_empty:,} ranks hold no part of any parameter"
     )
 
 
 def _format_exchanges(plan: Plan) -> Iterable[list[str]]:
+    """Yield the cells of one row for each kind of collective in an update."""
     for exchange, volume in (plan.exchanges or {}).items():
         sizes = format_bytes(volume.num_bytes), format_bytes(exchange.count_sent_bytes(volume.num_bytes))
         yield [exchange.phase, exchange.kind, exchange.axis, f"{exchange.num_ranks:,}", f"{volume.calls:,}", *sizes]

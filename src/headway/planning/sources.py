@@ -4,9 +4,9 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,14 +14,13 @@ from torch import nn
 from headway.common.optional import require
 from headway.core.config.values import suggest_word
 from headway.errors import ConfigError
-from headway.forecasting.forecaster import LongestSequence
-from headway.forecasting.tracing.attention_masks import POSITIONS, skip_causal_mask
+from headway.forecasting.tracing.attention_masks import skip_causal_mask
 from headway.offload.placement.meta_model import init_empty_weights
-from headway.planning import TASKS
 from headway.planning.dry_run.drive import Step
 from headway.planning.model_types import check_model_folder, make_unknown_model_error
+from headway.planning.tasks import TASKS
 
-_KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
+_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 """transformers' Auto classes to try in order for a config that names no class.
 
 Encoders are also registered as causal models, so more specific classes are tried first.
@@ -74,7 +73,7 @@ def find_source(text: str, batch: int = 1, sequence: int | None = None, task: st
     """
     path = Path(text)
     if path.is_file() or (path / "config.json").is_file():
-        return make_config_source(read_config(path), str(text), batch, sequence, task)
+        return make_config_source(read_config(path), text, batch, sequence, task)
     module, colon, function = text.partition(":")
     if colon:
         return _load_function_source(module, function, text)
@@ -116,45 +115,46 @@ def read_config(folder: str | Path) -> Any:
 
 
 def build_meta_model(
-    config: Any, where: str, kinds: Sequence[str] = ("AutoModel",), include_buffers: bool = False
+    config: Any, origin: str, auto_classes: Sequence[str] = ("AutoModel",), include_buffers: bool = False
 ) -> nn.Module:
-    """Build the model of a transformers config, with parameters that take no memory.
+    """Build the model of a transformers config with its parameters on the meta device.
 
     Args:
-        config: The transformers config.
-        where: Origin of the config, for messages.
-        kinds: transformers' Auto classes to try in order if the config does not name a class that transformers has.
-        include_buffers: Whether buffers take no memory either (see `init_empty_weights`).
+        config: Config of transformers.
+        origin: Origin of the config, for error messages.
+        auto_classes: Names of transformers' Auto classes, used if the config names no class that transformers has. The first
+            that supports the config is used, or else the last. Default: ("AutoModel",).
+        include_buffers: Whether buffers are on the meta device, too. Default: False.
 
     Raises:
         ConfigError: If transformers cannot build the model.
         OptionalDependencyMissing: If transformers is not installed.
     """
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
-    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    named_classes = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
     try:
         with init_empty_weights(include_buffers=include_buffers):
-            if named and named[0] is not None:
-                model = named[0](config)
+            if named_classes and named_classes[0] is not None:
+                model = named_classes[0](config)
             else:
-                autos = [getattr(transformers, kind) for kind in kinds]
+                autos = [getattr(transformers, name) for name in auto_classes]
                 auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
                 model = auto.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"{where}: transformers cannot build a model from its config.json: {error}") from error
+        raise ConfigError(f"{origin}: transformers cannot build a model from its config.json: {error}") from error
     assert isinstance(model, nn.Module)
     return model
 
 
 def make_config_source(
-    config: Any, where: str, batch: int = 1, sequence: int | None = None, task: str | None = None
+    config: Any, origin: str, batch: int = 1, sequence: int | None = None, task: str | None = None
 ) -> ModelSource:
     """Make the `ModelSource` of a transformers model from its config.
 
     Args:
-        config: Config of transformers. It is changed: `use_cache` becomes False, and with `task`, `architectures`
-            becomes None.
-        where: Origin of the config, for messages.
+        config: Config of transformers. It is changed in place: `use_cache` becomes False, and if `task` is given,
+            `architectures` becomes None.
+        origin: Origin of the config, for messages.
         batch: Samples of one data shard.
         sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
         task: One of `TASKS`, or None for the task of the config's architecture or else of the model type.
@@ -164,31 +164,44 @@ def make_config_source(
     """
     if hasattr(config, "use_cache"):
         config.use_cache = False  # training generates no tokens, so it needs no cache
-    kinds: tuple[str, ...] = _KINDS
+    auto_classes: tuple[str, ...] = _AUTO_CLASSES
     if task is not None:
-        config.architectures, kinds = None, (TASKS[task].auto_class,)
+        # Without `architectures`, build_meta_model uses the task's Auto class instead of the class that the config names.
+        config.architectures = None
+        auto_classes = (TASKS[task].auto_class,)
 
     def make_model() -> nn.Module:
-        return skip_causal_mask(build_meta_model(config, where, kinds, include_buffers=True))
+        # A real run without padding builds no causal mask. On meta tensors, transformers would always build one.
+        return skip_causal_mask(build_meta_model(config, origin, auto_classes, include_buffers=True))
 
     model = make_model()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
     has_tp_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
-    step, tokens, shown = _make_step(model, where, batch, sequence, task)
-    return ModelSource(title, make_model, step, tokens, shown, has_tp_plan)
+    planned_step = _make_step(model, origin, batch, sequence, task)
+    return ModelSource(title, make_model, planned_step.step, planned_step.tokens, planned_step.description, has_tp_plan)
 
 
-def _make_step(
-    model: nn.Module, where: str, batch: int, sequence: int | None, task: str | None
-) -> tuple[Step | None, int, str]:
-    """Return the training step of a transformers model, the number of tokens in its batch, and the batch's description.
+class _PlannedStep(NamedTuple):
+    """Training step of a transformers model.
 
-    The step is None if it is unknown how to call the model.
+    Attributes:
+        step: Training step, or None if it is unknown how to call the model.
+        tokens: Number of tokens in the batch, or 0 if its inputs are not tokens.
+        description: Description of the batch, or the reason why there is none.
+    """
+
+    step: Step | None
+    tokens: int
+    description: str
+
+
+def _make_step(model: nn.Module, origin: str, batch: int, sequence: int | None, task: str | None) -> _PlannedStep:
+    """Return the training step of a transformers model on a batch of zeros.
 
     Args:
         model: Model of the transformers config.
-        where: Origin of the config, for messages.
+        origin: Origin of the config, for messages.
         batch: Samples of one data shard.
         sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
         task: One of `TASKS`. None: labels or decoder inputs are chosen by the model's class.
@@ -198,26 +211,26 @@ def _make_step(
     """
     token_labels = _name_second_input(model) if task is None else TASKS[task].token_labels
     sample_labels = () if task is None else TASKS[task].sample_labels
-    kind: str = getattr(model, "main_input_name", "")
+    input_name: str = getattr(model, "main_input_name", "")
     config: Any = model.config
-    if kind == "pixel_values":
+    if input_name == "pixel_values":
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         if not isinstance(size, int):
-            return None, 0, "no batch: the config does not give the image size"
-        shown = f"{batch} image(s) of {size} x {size}"
-        return TransformersStep(batch, (channels, size, size), (kind,), per_sample=sample_labels), 0, shown
-    if kind != "input_ids":
-        return None, 0, f"no batch: {type(model).__name__} takes {kind or 'unknown inputs'}"
-    limit = getattr(config, "max_position_embeddings", None)
-    limit = limit if isinstance(limit, int) and limit > 0 else None
+            return _PlannedStep(None, 0, "no batch: the config does not give the image size")
+        image_step = TransformersStep(batch, (channels, size, size), (input_name,), per_sample=sample_labels)
+        return _PlannedStep(image_step, 0, f"{batch} image(s) of {size} x {size}")
+    if input_name != "input_ids":
+        return _PlannedStep(None, 0, f"no batch: {type(model).__name__} takes {input_name or 'unknown inputs'}")
+    num_positions = getattr(config, "max_position_embeddings", None)
+    limit = num_positions if isinstance(num_positions, int) and num_positions > 0 else None
     length = sequence or min(_DEFAULT_TOKENS, limit or _DEFAULT_TOKENS)
     if limit is not None and length > limit:
         raise ConfigError(
-            f"{where}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
+            f"{origin}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
             f"{limit} or less"
         )
-    step = TransformersStep(batch, (length,), (kind, *token_labels), limit or _UNLIMITED_TOKENS, sample_labels)
-    return step, batch * length, f"{batch} x {length:,} tokens"
+    step = TransformersStep(batch, (length,), (input_name, *token_labels), limit or _UNLIMITED_TOKENS, sample_labels)
+    return _PlannedStep(step, batch * length, f"{batch} x {length:,} tokens")
 
 
 def _name_second_input(model: nn.Module) -> tuple[str, ...]:
@@ -277,120 +290,6 @@ def get_loss(outputs: Any) -> torch.Tensor:
     return first.float().mean()
 
 
-def parse_lora_rank(text: str) -> int:
-    """Parse the LoRA rank N from the text "r=N" or "N".
-
-    Raises:
-        ConfigError: If the text has another form, or the rank is below 1.
-    """
-    number = text.removeprefix("r=")
-    if not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"--lora {text!r}: give the rank of LoRA's matrices, as in --lora r=16")
-    return int(number)
-
-
-def make_forecast_functions(
-    source: ModelSource,
-    attention: str | None = None,
-    dtype: str | None = None,
-    lora: int | None = None,
-    is_packed: bool = False,
-) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]], Callable[[Any, Any], torch.Tensor]]:
-    """Return the functions that `headway.forecast` needs for a transformers model: `model_fn`, `batch_fn` and `loss`.
-
-    They make the model, make a batch of a given number of samples, and compute the loss from outputs and targets.
-
-    Args:
-        source: Source of a transformers model.
-        attention: Attention kernel "eager" or "sdpa", or None for the model's default.
-        dtype: Name of the weights' dtype, or None for float32. With `lora`, also "int4", for QLoRA.
-        lora: Rank of the matrices that PEFT's LoRA adds, which are then the only trainable weights. With None, all
-            weights are trained.
-        is_packed: Whether each sequence contains several documents, so that the model builds a mask from their
-            positions.
-
-    Raises:
-        ConfigError: If it is unknown how to call the model. Also if `is_packed` is True and the model takes no position
-            IDs. The first returned function raises it if PEFT does not know which layers of the model to adapt.
-        OptionalDependencyMissing: If PEFT, or bitsandbytes for int4, is not installed.
-    """
-    step = source.step
-    if not isinstance(step, TransformersStep):
-        raise ConfigError(
-            f"{source.title}: {source.batch}; a forecast on the command line needs a transformers model of tokens or images. "
-            "From Python, headway.forecast(model_fn, batch_fn) takes any"
-        )
-
-    if is_packed:
-        parameters = inspect.signature(source.make().forward).parameters
-        if not step.longest or POSITIONS not in parameters:
-            raise ConfigError(f"{source.title}: its forward takes no {POSITIONS}, so documents cannot be packed")
-        step = replace(step, names=(*step.names, POSITIONS))
-        attention = attention or "sdpa"  # selects an attention for which transformers builds the mask
-
-    def make_model() -> nn.Module:
-        model = source.make()
-        if attention is not None:
-            model.set_attn_implementation(attention)  # type: ignore[operator]
-        if dtype == "int4":
-            model = _quantize_to_four_bits(model)
-        elif dtype is not None:
-            model.to(getattr(torch, dtype))
-        return model if lora is None else _add_lora(model, lora)
-
-    return make_model, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: get_loss(outputs)
-
-
-def _quantize_to_four_bits(model: nn.Module) -> nn.Module:
-    """Quantize a model to four bits as in QLoRA: NF4 weights with double quantization, and bfloat16 compute.
-
-    All other parameters are in float32. The steps are those of transformers and PEFT. Source: T. Dettmers et al.,
-    QLoRA, 2023, https://arxiv.org/abs/2305.14314.
-    """
-    peft, transformers = (require(name, "--dtype int4 needs", name) for name in ("peft", "transformers"))
-    require("bitsandbytes", "--dtype int4 needs", "bitsandbytes")
-    quantization_config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    quantizer = transformers.quantizers.AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
-    quantizer.preprocess_model(model, device_map=None)
-    # bfloat16 is the usual dtype of a checkpoint. transformers' own `to` refuses quantized models.
-    nn.Module.to(model, torch.bfloat16)
-    quantizer.postprocess_model(model)
-    prepared: nn.Module = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return prepared
-
-
-def _add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """Add PEFT's LoRA matrices of a given rank to the model, and return it."""
-    peft = require("peft", "--lora needs", "peft")
-    try:
-        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank))
-    except ValueError as error:
-        raise ConfigError(f"--lora: PEFT cannot adapt {type(model).__name__}: {error}") from error
-    return adapted
-
-
-def make_length_search(source: ModelSource) -> LongestSequence:
-    """Return the options of a search for the longest sequence that a transformers model can train with.
-
-    The search ends at the model's number of positions.
-
-    Args:
-        source: Source of the model.
-
-    Raises:
-        ConfigError: If the model's inputs are not tokens.
-    """
-    step = source.step
-    if not isinstance(step, TransformersStep) or not step.longest:
-        raise ConfigError(f"{source.title}: {source.batch}; only a model of tokens has a longest sequence")
-    return LongestSequence(lambda size, length: replace(step, batch=size, shape=(length,)).inputs(), step.longest)
-
-
 def _load_function_source(module: str, name: str, text: str) -> ModelSource:
     """Import the function `module:name`, and return a `ModelSource` for the model that the function makes.
 
@@ -398,6 +297,9 @@ def _load_function_source(module: str, name: str, text: str) -> ModelSource:
         module: Name of the function's module.
         name: Name of the function.
         text: Text that the user gave, for messages.
+
+    Raises:
+        ConfigError: If the module cannot be imported, or has no such function.
     """
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does, so that modules in the current folder are found
@@ -432,12 +334,21 @@ def make_function_source(function: Callable[[], Any], text: str) -> ModelSource:
     with init_empty_weights(include_buffers=True):
         model, step = _split_result(function(), text)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    shown = "the batch of the function's step" if step else "no batch: the function returns no step"
+    batch_text = "the batch of the function's step" if step else "no batch: the function returns no step"
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
-    return ModelSource(title, make_model, step, 0, shown, bool(getattr(model, "_tp_plan", None)))
+    return ModelSource(title, make_model, step, 0, batch_text, bool(getattr(model, "_tp_plan", None)))
 
 
 def _split_result(result: Any, text: str) -> tuple[nn.Module, Step | None]:
+    """Return the model and the training step that a user's function has returned. The step is None if there is none.
+
+    Args:
+        result: Return value of the function.
+        text: Name of the function, for messages.
+
+    Raises:
+        ConfigError: If the result is neither a model nor a pair of a model and a step.
+    """
     if isinstance(result, nn.Module):
         return result, None
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module) and callable(result[1]):

@@ -67,6 +67,11 @@ def _read_changed_fields(config: Any) -> dict[str, Any]:
 
 
 def _read_json(text: str) -> Any:
+    """Return the JSON value that a text contains, or that the file at this path contains.
+
+    Raises:
+        ConfigError: If the file cannot be read, or there is no valid JSON.
+    """
     try:
         is_json = text.lstrip().startswith("{")
         return json.loads(text if is_json else Path(text).read_text())
@@ -77,6 +82,7 @@ def _read_json(text: str) -> Any:
 
 
 def _check_accumulation(config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the accumulation options of `accelerator_config` are invalid or not supported."""
     options = config.get(ACCUMULATION)
     if options is None:
         return
@@ -97,7 +103,7 @@ def pop_accumulation_steps(config: dict[str, Any] | None, steps: int) -> int:
     """Remove `num_steps` from the config's options of gradient accumulation, and return the number of micro-batches.
 
     Args:
-        config: Result of `read_accelerator_config`, which is changed.
+        config: Result of `read_accelerator_config`, which is changed. None if the argument was not given.
         steps: Argument `gradient_accumulation_steps`, which is returned if the config has no number.
 
     Raises:

@@ -12,7 +12,7 @@ import numpy
 
 from headway.errors import ConfigError
 
-_CHECKED_ELSEWHERE = frozenset({"per_device_train_batch_size"})
+_CHECKED_ELSEWHERE = frozenset({"per_device_train_batch_size", "generation_config"})
 """Arguments with a check of their own, whose messages are more specific."""
 _TYPE_DESCRIPTIONS = {
     bool: "True or False",
@@ -25,13 +25,17 @@ _TYPE_DESCRIPTIONS = {
     type(None): "None",
 }
 """Descriptions of types for error messages, in the order in which a value is compared with the types."""
-_NOT_NEGATIVE = """
-    num_train_epochs learning_rate weight_decay adam_epsilon max_grad_norm eval_delay warmup_steps dataloader_num_workers
-"""
-_POSITIVE = """
-    per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps save_total_limit dataloader_prefetch_factor
-    packing_length
-"""
+_NOT_NEGATIVE = (
+    "num_train_epochs", "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "eval_delay", "warmup_steps",
+    "dataloader_num_workers", "neftune_noise_alpha",
+)  # fmt: skip
+"""Names of arguments that must be 0 or more."""
+_POSITIVE = (
+    "per_device_eval_batch_size", "gradient_accumulation_steps", "eval_accumulation_steps", "save_total_limit",
+    "dataloader_prefetch_factor", "packing_length", "num_best", "keep_every", "generation_max_length", "generation_num_beams",
+    "ddp_bucket_cap_mb",
+)  # fmt: skip
+"""Names of arguments that must be 1 or more."""
 
 
 class AllowedRange(NamedTuple):
@@ -63,21 +67,22 @@ class AllowedRange(NamedTuple):
 
 
 RANGES = {
-    **dict.fromkeys(_NOT_NEGATIVE.split(), AllowedRange(0)),
-    **dict.fromkeys(_POSITIVE.split(), AllowedRange(1)),
+    **dict.fromkeys(_NOT_NEGATIVE, AllowedRange(0)),
+    **dict.fromkeys(_POSITIVE, AllowedRange(1)),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_decay", "label_smoothing_factor"), AllowedRange(0, 1)),
     **dict.fromkeys(("seed", "data_seed"), AllowedRange(0, 2**32)),
     "max_steps": AllowedRange(0, extra_value=-1, meaning="-1 and 0: as many as num_train_epochs requires"),
     "warmup_ratio": AllowedRange(0, 1, meaning="a share of all updates"),
 }
+"""Allowed values of numeric arguments, by name. Arguments that are not listed accept any number."""
 
 
 def check_values(arguments: Any, arguments_class: type) -> dict[str, Any]:
     """Check types and ranges of training arguments, and return their values by name.
 
     NumPy scalars become Python numbers, 0 and 1 become bools where a bool is expected, and floats without a fraction
-    become integers where an integer is expected. `per_device_train_batch_size` is neither checked nor returned, and
-    `resume_from_checkpoint` may be a bool, too.
+    become integers where an integer is expected. `per_device_train_batch_size` and `generation_config` are neither
+    checked nor returned, and `resume_from_checkpoint` may be a bool, too.
 
     Args:
         arguments: Instance of `arguments_class` or of a subclass.
@@ -102,6 +107,11 @@ def _list_types(annotation: Any) -> tuple[type, ...]:
 
 def _check_value(name: str, value: Any, types: tuple[type, ...]) -> Any:
     """Return an argument's value, converted to the first type that it fits.
+
+    Args:
+        name: Name of the argument.
+        value: Value that the user has given.
+        types: Allowed types.
 
     Raises:
         ConfigError: If it fits none of the types, or is out of range.

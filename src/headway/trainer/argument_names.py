@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, TypeVar
 
-from headway.core.config.foreign_words import explain_precision
+from headway.core.config.other_library_names import explain_precision
 from headway.core.config.values import suggest_word
 from headway.errors import AttributeNotServed, ConfigError
 
@@ -35,36 +35,37 @@ _ADVICE = {
     "DeepSpeedPlugin(hf_ds_config=...)",
     "early_stopping_patience": "use callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] of the Trainer",
     "evaluate_during_training": "use eval_strategy='steps'",
+    "sortish_sampler": "use train_sampling_strategy='group_by_length'",
     "save_only_model": "checkpoints are always whole: for weights alone, call trainer.save_model(folder)",
-    "torch_compile": "call model.compile() before the Trainer gets the model",
 }
 """Advice by argument name, for unsupported arguments to which no supported name is similar."""
 UNSUPPORTED_NAMES = frozenset(
     """
     adafactor average_tokens_across_devices bf16_full_eval dataloader_in_order dataloader_multiprocessing_context
-    ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
+    ddp_backend ddp_timeout debug
     deepspeed enable_jit_checkpoint eval_do_concat_batches eval_use_gather_object fp16_backend fp16_full_eval
     fp16_opt_level fsdp fsdp_config full_determinism half_precision_backend hub_always_push
-    hub_strategy include_for_metrics include_num_input_tokens_seen
+    hub_strategy include_for_metrics
     jit_mode_eval liger_kernel_config local_rank log_level_replica log_on_each_node logging_nan_inf_filter
-    neftune_noise_alpha optim_target_modules overwrite_output_dir parallelism_config project
-    restore_callback_states_from_checkpoint save_on_each_node save_only_model save_safetensors sharded_ddp tf32
-    torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps tpu_num_cores trackio_bucket_id
+    optim_target_modules overwrite_output_dir parallelism_config project
+    restore_callback_states_from_checkpoint save_on_each_node save_only_model save_safetensors sharded_ddp
+    sortish_sampler
+    torch_empty_cache_steps tpu_num_cores trackio_bucket_id
     trackio_space_id trackio_static_space_id use_liger_kernel use_mps_device
     """.split()  # noqa: SIM905
 )
 """Arguments of transformers' Trainer that Headway's Trainer does not support."""
 _OFF_VALUES: tuple[Any, ...] = (None, False, "", [], {})
+"""Values with which an unsupported argument requests nothing."""
 _IGNORED_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("average_tokens_across_devices", "dataloader_in_order", "eval_do_concat_batches"), (True,)),
-    **dict.fromkeys(("save_safetensors",), (True,)),
+    "save_safetensors": (True,),
     **dict.fromkeys(("log_on_each_node", "logging_nan_inf_filter"), (True, False)),
     "restore_callback_states_from_checkpoint": (True, False),
     **dict.fromkeys(("half_precision_backend", "fp16_backend"), (None, "auto")),
     "ddp_timeout": (None, 1800),
     "fp16_opt_level": (None, "O1"),
     "hub_strategy": (None, "every_save"),
-    "include_num_input_tokens_seen": (False, "no"),
     "local_rank": (None, -1),
     "log_level_replica": (None, "passive", "warning"),
     "project": (None, "huggingface"),
@@ -90,6 +91,7 @@ def _has_no_effect(name: str, value: Any) -> bool:
 
 
 def _explain_unknown(name: str, known_names: Collection[str]) -> str:
+    """Return the error message for an unknown argument, with advice or the most similar name."""
     if name in _ADVICE:
         return f"{name} is not an argument: {_ADVICE[name]}"
     hint = "" if name in UNSUPPORTED_NAMES else suggest_word(name, [*known_names, *ALTERNATIVE_NAMES])

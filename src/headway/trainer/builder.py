@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from headway.accelerator import Accelerator
+from headway.core.config.compilation import TorchDynamoPlugin
 from headway.core.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
 from headway.errors import ConfigError
+from headway.extras.chunked_loss import chunk_loss, is_loss_chunked, restore_loss
 from headway.extras.moving_average import ExponentialMovingAverage
-from headway.log import get_logger
 from headway.trainer.accelerator_settings import ACCUMULATION, LOADER_NAMES, read_accelerator_config
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.checkpoints import find_next_number
-
-log = get_logger(__name__)
 
 # ---------------------------------------------------------------- arguments
 
@@ -44,16 +44,17 @@ def check_arguments(model: Any, args: Any, optimizer: Any) -> TrainingArguments:
     return checked
 
 
-def check_not_both(**pairs: tuple[Any, str, Any]) -> None:
+def check_not_both(name: str, value: Any, other_name: str, other_value: Any) -> None:
     """Raise ConfigError if an argument is given under both of its names.
 
     Args:
-        pairs: For each argument, by its first name: a tuple of (value under the first name, second name, value under
-            the second name).
+        name: First name of the argument.
+        value: Value under the first name. None if not given.
+        other_name: Second name of the argument.
+        other_value: Value under the second name. None if not given.
     """
-    for name, (value, other_name, other_value) in pairs.items():
-        if value is not None and other_value is not None:
-            raise ConfigError(f"{name} and {other_name} are two names of one argument; give one")
+    if value is not None and other_value is not None:
+        raise ConfigError(f"{name} and {other_name} are two names of one argument; give one")
 
 
 def get_or_create_model(
@@ -114,6 +115,9 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         total_limit=args.save_total_limit,
         iteration=find_next_number(folder),
         keep_best=keep_best,
+        num_best=args.num_best,
+        keep_every=args.keep_every,
+        total_limit_counts_best=keep_best is not None and args.save_total_limit is not None,
     )
     config = read_accelerator_config(args.accelerator_config) or {}
     loading: dict[str, Any] = {
@@ -133,6 +137,11 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         "microbatching": "auto" if args.auto_find_batch_size else None,
         "log_with": args.trackers or None,
     }
+    if ddp_options := args.list_ddp_options():
+        handlers = [*(config.pop("kwargs_handlers", None) or ()), DistributedDataParallelKwargs(**ddp_options)]
+        settings["kwargs_handlers"] = handlers
+    if args.torch_compile:
+        settings["dynamo_plugin"] = TorchDynamoPlugin(args.torch_compile_backend or "inductor", args.torch_compile_mode)
     accumulation_options = config.pop(ACCUMULATION, None)
     if accumulation_options and "gradient_accumulation_steps" not in config:
         steps = settings.pop("gradient_accumulation_steps")
@@ -145,8 +154,8 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         config["project_config"] = replace(project, **config["project_config"])
     accelerator = Accelerator(**{**settings, **config})
     num_steps = accelerator.gradient_accumulation_steps
+    # A plugin with `num_steps=1` leaves the number to the launcher.
     if accumulation_options and num_steps != args.gradient_accumulation_steps:
-        # With 1, the plugin leaves the number to the launcher.
         raise ConfigError(
             f"the launcher sets gradient_accumulation_steps to {num_steps}, but the TrainingArguments to "
             f"{args.gradient_accumulation_steps}; set it in one place"
@@ -154,18 +163,48 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
     return accelerator
 
 
-def checkpoint_activations(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Enable activation checkpointing on the model if the arguments request it."""
+def set_tf32(is_allowed: bool) -> None:
+    """Allow or forbid TF32 for float32 matrix products and convolutions of this process.
+
+    Raises:
+        ConfigError: If it is to be allowed, but no GPU of this machine supports TF32.
+    """
+    if is_allowed and not (torch.cuda.is_available() and torch.cuda.is_tf32_supported()):
+        raise ConfigError(
+            "tf32=True needs an NVIDIA GPU of compute capability 8.0 or higher (Ampere), and there is none; leave it out"
+        )
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    torch.backends.cudnn.allow_tf32 = is_allowed
+
+
+def apply_memory_savings(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Enable activation checkpointing and the chunked loss on the model if the arguments request them.
+
+    Raises:
+        ConfigError: If `chunk_loss` is requested and the user has already called `headway.chunk_loss` on the model.
+        PrepareError: If `chunk_loss` is requested and the model is not a transformers causal language model with the
+            standard loss.
+        UnsupportedError: If `chunk_loss` is requested and torch is older than 2.13.
+    """
+    if args.chunk_loss:
+        if is_loss_chunked(model):
+            raise ConfigError(
+                "chunk_loss=True would be undone after the training, but headway.chunk_loss was called on this model already; do "
+                "one of the two"
+            )
+        chunk_loss(model)
     if args.gradient_checkpointing:
         plan = args.get_checkpointing_plan()
         accelerator.checkpoint_activations(model, plan.every, plan.policy, plan.offload, plan.blocks)
 
 
 def release_model(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Restore the model's original class and forward, and free its gradients and other memory used for training."""
+    """Restore the model's original class, forward and loss, and free its gradients and other memory used for training."""
     if args.gradient_checkpointing:
         accelerator.keep_activations(model)
     accelerator.free_memory()
+    if args.chunk_loss:
+        restore_loss(model)
     for parameter in model.parameters():
         parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""Callbacks: the events of a training run, and the dispatcher that calls the callbacks' methods for them."""
+"""Callbacks: the events of a training run, and the handler that calls the callbacks' methods for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -16,8 +16,8 @@ class TrainerState:
     """Progress of a training run, saved with each checkpoint.
 
     Attributes:
-        epoch: Number of completed epochs, including the fraction of the current one.
-        global_step: Number of completed updates.
+        epoch: Number of completed epochs, including the fraction of the current one. 0.0 before the first update.
+        global_step: Number of completed updates, including those before a resume.
         max_steps: Total number of updates.
         num_train_epochs: Total number of epochs.
         train_batch_size: Samples per micro-batch on each process.
@@ -26,11 +26,13 @@ class TrainerState:
         save_steps: Updates between two checkpoints.
         log_history: All logged values, each entry with its `step`.
         best_metric: Metric of the best evaluation so far. None: no evaluation had the metric for the best model yet.
-        best_global_step: Number of updates before the best evaluation, or None.
+        best_global_step: Number of updates that had been made at the best evaluation, or None.
         best_model_checkpoint: Path of the checkpoint that was saved after the best evaluation, or None.
         is_world_process_zero: Whether this process is rank 0.
         is_local_process_zero: Whether this process is the first one on its machine.
         owes_epoch_end: Whether an epoch has started and its `on_epoch_end` has not been called yet.
+        num_input_tokens_seen: Number of tokens of all ranks' training batches, if `include_num_input_tokens_seen` is set.
+            It is up to date in the events on_step_end, on_log, on_evaluate, on_save and on_train_end.
     """
 
     epoch: float = 0.0
@@ -48,10 +50,17 @@ class TrainerState:
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
     owes_epoch_end: bool = False
+    num_input_tokens_seen: int = 0
 
     _SAVED_FIELDS = (
-        *("epoch", "global_step", "log_history"),
-        *("best_metric", "best_global_step", "best_model_checkpoint", "owes_epoch_end"),
+        "epoch",
+        "global_step",
+        "log_history",
+        "best_metric",
+        "best_global_step",
+        "best_model_checkpoint",
+        "owes_epoch_end",
+        "num_input_tokens_seen",
     )
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,7 +74,8 @@ class TrainerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the values saved by `state_dict`."""
         for name in self._SAVED_FIELDS:
-            setattr(self, name, state[name])
+            if name in state:  # earlier versions did not save all of them
+                setattr(self, name, state[name])
 
 
 @dataclass
@@ -73,7 +83,9 @@ class TrainerControl:
     """Flags that determine the next actions of the training loop.
 
     A callback changes these flags, or returns another control. Flags that are set before or during an update take
-    effect after the update. If ranks differ, a flag that is set on any rank applies to all ranks.
+    effect after the update, and those set in `on_train_begin` or `on_epoch_end` right after that event. If ranks differ,
+    a flag that is set on any rank applies to all ranks. The Trainer resets `should_epoch_stop` when an epoch begins. It
+    resets `should_save`, `should_evaluate` and `should_log` when it acts on them. All flags are False by default.
 
     Attributes:
         should_training_stop: Whether to end training after this update.
@@ -94,7 +106,7 @@ class TrainerControl:
         return list(asdict(self).values())
 
     def set_flags(self, flags: Sequence[bool]) -> None:
-        """Set all flags from values in the order in which the flags are defined."""
+        """Set all flags to the given values, which are in the order in which the flags are defined."""
         for each, flag in zip(fields(TrainerControl), flags):
             setattr(self, each.name, flag)
 
@@ -109,8 +121,19 @@ class TrainerCallback:
     Every method receives the `TrainingArguments`, the `TrainerState` and the `TrainerControl`, and as keyword
     arguments: model, processing_class, optimizer, lr_scheduler and train_dataloader. In addition, on_log receives
     `logs`, on_evaluate and on_predict receive `metrics`, and on_prediction_step receives `eval_dataloader`. A callback
-    with `state_dict` and `load_state_dict` is saved with each checkpoint. The Trainer's docstring shows when each event
-    occurs::
+    with `state_dict` and `load_state_dict` is saved with each checkpoint. Methods are called on every rank. A method may
+    change flags of the control, or return another control. An error that it raises ends the training.
+
+    For example, stop when the loss is low enough::
+
+        class StopAtLoss(TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                if logs.get("loss", 1.0) < 0.1:
+                    control.should_training_stop = True
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[StopAtLoss])
+
+    The events, in an order that the Trainer's docstring shows::
 
         on_init_end             The Trainer has been created.
         on_train_begin          Everything is prepared, and resumed if requested.
@@ -140,10 +163,11 @@ class TrainerCallback:
 
 
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+"""Names of all events, which are those of the methods of `TrainerCallback`."""
 
 
-class Events:
-    """Dispatcher that calls the callbacks of one Trainer, and holds the state and control that they receive.
+class CallbackHandler:
+    """Handler that calls the callbacks of one Trainer, and holds the state and control that they receive.
 
     Args:
         args: Arguments of the Trainer.
@@ -153,7 +177,7 @@ class Events:
         state: Initial state of the training run.
 
     Attributes:
-        all: Callbacks in the order in which they are called.
+        callbacks: Callbacks in the order in which they are called.
         state: Progress of the training run.
         control: Flags that determine the next actions of the training loop. A callback may replace this object.
 
@@ -169,7 +193,7 @@ class Events:
         trainer: object,
         state: TrainerState,
     ) -> None:
-        self.all: list[Any] = list(first_callbacks)
+        self.callbacks: list[Any] = list(first_callbacks)
         self._args = args
         self._trainer = trainer
         self._methods_by_event: dict[str, list[Callable[..., Any]]] = {}
@@ -191,13 +215,8 @@ class Events:
         instance = callback() if isinstance(callback, type) else callback
         if not any(callable(getattr(instance, event, None)) for event in EVENTS):
             raise ConfigError(f"{instance!r} is not a callback: it has none of {', '.join(EVENTS[:4])}, ...")
-        self.all.append(instance)
+        self.callbacks.append(instance)
         self._methods_by_event.clear()
-
-    @property
-    def callbacks(self) -> list[Any]:
-        """All callbacks in the order in which they are called."""
-        return self.all
 
     def pop(self, callback: Any) -> Any:
         """Remove a callback and return it. Return None if there is no such callback.
@@ -206,12 +225,11 @@ class Events:
             callback: Callback object, or a class, whose first instance is removed. Instances of its subclasses do not
                 count.
         """
-        for each in self.all:
+        for index, each in enumerate(self.callbacks):
             is_instance = isinstance(callback, type) and type(each) is callback
             if each is callback or is_instance:
-                self.all.remove(each)
                 self._methods_by_event.clear()
-                return each
+                return self.callbacks.pop(index)  # not `remove`, which would compare the callbacks with `==`
         return None
 
     @property
@@ -220,7 +238,7 @@ class Events:
 
         Their requests may differ between ranks, so the flags in `control` must be combined over all ranks.
         """
-        return any(not type(callback).__module__.startswith("headway.") for callback in self.all)
+        return any(not type(callback).__module__.startswith("headway.") for callback in self.callbacks)
 
     def call_event(self, event: str, **event_arguments: object) -> None:
         """Call an event's method on every callback that implements it.
@@ -239,7 +257,7 @@ class Events:
     def _find_methods(self, event: str) -> list[Callable[..., Any]]:
         """Return the callbacks' implementations of an event, without those inherited from `TrainerCallback`."""
         if event not in self._methods_by_event:
-            methods = [getattr(callback, event, None) for callback in self.all]
+            methods = [getattr(callback, event, None) for callback in self.callbacks]
             default = TrainerCallback._ignore
             self._methods_by_event[event] = [
                 method for method in methods if callable(method) and getattr(method, "__func__", None) is not default
@@ -248,7 +266,7 @@ class Events:
 
     def state_dict(self) -> list[tuple[str, Any]]:
         """Return the states of all callbacks that have one, each with the name of its class."""
-        return [(type(each).__name__, each.state_dict()) for each in self.all if _has_state(each)]
+        return [(type(each).__name__, each.state_dict()) for each in self.callbacks if _has_state(each)]
 
     def load_state_dict(self, states: Sequence[tuple[str, Any]]) -> None:
         """Restore the states of the callbacks.
@@ -256,7 +274,7 @@ class Events:
         States and callbacks are matched by class name, and by order if several callbacks have the same class. A state
         without such a callback is ignored.
         """
-        remaining = [each for each in self.all if _has_state(each)]
+        remaining = [each for each in self.callbacks if _has_state(each)]
         for name, state in states:
             callback = next((each for each in remaining if type(each).__name__ == name), None)
             if callback is not None:
@@ -266,4 +284,5 @@ class Events:
 
 
 def _has_state(callback: Any) -> bool:
+    """Whether a callback has the methods with which checkpoints save and restore its state."""
     return all(callable(getattr(callback, name, None)) for name in ("state_dict", "load_state_dict"))

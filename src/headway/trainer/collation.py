@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import (
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import default_collate, get_worker_info
 
 from headway.errors import DataError
+from headway.language_data.source_index import SOURCE_KEY
 from headway.trainer.columns import LABEL_NAMES, check_remaining_columns, warn_of_dropped_columns
 from headway.trainer.data import Batch
 
@@ -32,6 +30,7 @@ Counts = numpy.ndarray[Any, Any]
 Collate = Callable[[list[Any]], Batch]
 """Function that makes a batch from a list of rows."""
 IGNORED = -100
+"""Label that torch's and transformers' losses ignore."""
 _PADDING_VALUES = {
     "special_tokens_mask": 1,
     **dict.fromkeys(LABEL_NAMES, IGNORED),
@@ -39,6 +38,7 @@ _PADDING_VALUES = {
         ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids", "decoder_attention_mask"), 0
     ),
 }
+"""Values with which rows are padded, by column. That of `input_ids` depends on the tokenizer."""
 
 
 class Collator:
@@ -68,7 +68,7 @@ class Collator:
         if not isinstance(rows[0], Mapping):
             return default_collate(rows)
         columns = _list_columns(rows)
-        for name in LABEL_NAMES[:2]:  # "label" and "label_ids"
+        for name in ("label", "label_ids"):
             if name in columns and "labels" not in columns:
                 columns["labels"] = columns.pop(name)
         text_columns = [name for name, values in columns.items() if isinstance(values[0], str | bytes)]
@@ -168,12 +168,22 @@ def _list_columns(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _is_sequence(value: Any) -> bool:
+    """Whether a value is a list, a tuple, or an array or tensor with at least one dimension."""
     if isinstance(value, torch.Tensor | numpy.ndarray):
         return value.ndim > 0
     return isinstance(value, list | tuple)
 
 
 def _stack_rows(name: str, values: list[Any]) -> torch.Tensor:
+    """Return the values of one column, stacked to a tensor whose dimension 0 is the row.
+
+    Args:
+        name: Name of the column.
+        values: Value of each row: a tensor, an array, a number or a list.
+
+    Raises:
+        DataError: If the values do not have the same shape.
+    """
     first = values[0]
     try:
         if isinstance(first, torch.Tensor):
@@ -220,8 +230,8 @@ class LoaderCollator:
         """
         kept_columns = self.kept_columns
         sources = None if self.collate_sources is None else self.collate_sources(rows)
-        if sources is not None and (kept_columns is None or "source" not in kept_columns):
-            rows = [{name: value for name, value in row.items() if name != "source"} for row in rows]
+        if sources is not None and (kept_columns is None or SOURCE_KEY not in kept_columns):
+            rows = [{name: value for name, value in row.items() if name != SOURCE_KEY} for row in rows]
         if kept_columns is not None and isinstance(rows[0], Mapping):
             unused = [name for name in rows[0] if name not in kept_columns]
             if unused:

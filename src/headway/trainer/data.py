@@ -4,13 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from headway.core.runtime.collectives.tree import Tree
 from headway.errors import DataError

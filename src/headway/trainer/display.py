@@ -41,7 +41,10 @@ def format_value(name: str, value: Any) -> str:
 
 
 class PrinterCallback(TrainerCallback):
-    """Callback that prints logged values, one line per log entry."""
+    """Callback that prints logged values on rank 0, one line per log entry.
+
+    The Trainer uses it instead of `ProgressCallback` if `disable_tqdm` is True.
+    """
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Print the logged values on rank 0."""
@@ -53,15 +56,16 @@ class PrinterCallback(TrainerCallback):
 class ProgressCallback(TrainerCallback):
     """Callback that shows progress bars for updates and evaluations, with the latest values, and a table at the end.
 
-    All output is on rank 0. In a notebook, a table of all logged losses and evaluation results is shown, too.
+    All output is on rank 0. In a notebook, a table of all logged losses and evaluation results is shown, too. The Trainer
+    adds it by default; `disable_tqdm=True` replaces it.
     """
 
     def __init__(self) -> None:
-        # Progress bars advance when their iterators do.
-        self._bar: track[int] | None = None
-        self._steps: Iterator[int] | None = None
-        self._evaluation_steps: Iterator[int] | None = None
-        self._table: NotebookTable | None = None
+        # None: not shown now, or never on this rank. A progress bar advances when its iterator does.
+        self._bar: track[int] | None = None  # of the training
+        self._steps: Iterator[int] | None = None  # iterator of `_bar`
+        self._evaluation_steps: Iterator[int] | None = None  # iterator of the evaluation's progress bar
+        self._table: NotebookTable | None = None  # None outside of notebooks, too
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the progress bar. In a resumed run it starts at the number of updates that were already made."""
@@ -101,6 +105,7 @@ class ProgressCallback(TrainerCallback):
             next(self._evaluation_steps, None)
 
     def _end_evaluation(self) -> None:
+        """Remove the progress bar of an evaluation, if it is shown."""
         _close_bar(self._evaluation_steps)
         self._evaluation_steps = None
 
@@ -149,6 +154,7 @@ def _collect_history(state: TrainerState) -> list[dict[str, str]]:
 
 
 def _close_bar(steps: Iterator[int] | None) -> None:
+    """Close a progress bar. Other iterators and None are ignored."""
     close = getattr(steps, "close", None)
     if close is not None:
         close()

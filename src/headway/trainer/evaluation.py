@@ -1,35 +1,21 @@
-"""Evaluation and prediction, during training or standalone, and parts of the sanity check before the first update.
+"""Evaluation and prediction, during training or standalone: one pass over a loader, and the sessions around it."""
 
-The sanity check runs a few rows, spread over the evaluation data, through the model and `compute_metrics`. An error
-that would otherwise occur after the first epoch then occurs at once. Some metrics raise errors if there are only few
-rows (an area under the curve with only one class), or have names that depend on the data (a score per class). So if a
-metric raises an error, or does not return the requested name, it is tried on up to 32 batches before the check fails.
-
-The check restores the modes and buffers of modules and the global RNG states. It does not affect loaders, callbacks,
-logs, files or the optimizer. A metric object is copied. One that cannot be copied is used itself if it has `reset`, and
-is otherwise left out of the check. Side effects of the user's own code (dataset, collate function, `compute_loss`,
-`prediction_step`, a metric function) cannot be undone.
-`TrainingArguments(eval_sanity_check=False)` skips the check.
-"""
-
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from headway.accelerator import Accelerator
 from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.collectives.tree import Tree, list_tensors
 from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.extras.moving_average import ExponentialMovingAverage
-from headway.log import get_logger
-from headway.trainer.callbacks import Events
+from headway.trainer.callbacks import CallbackHandler
 from headway.trainer.collation import IGNORED
-from headway.trainer.data import Batch, get_length
+from headway.trainer.data import Batch
 from headway.trainer.logs import Log
 from headway.trainer.loss import split_label_count, unpack_single
 from headway.trainer.metrics import (
@@ -40,14 +26,15 @@ from headway.trainer.metrics import (
     make_named_metrics,
     share_metrics,
 )
-from headway.trainer.optimizer import set_optimizer_mode
 from headway.trainer.results import EvalLoopOutput, Metrics, compute_speed
+from headway.trainer.schedule_free import set_optimizer_mode
 
 StepOutput = tuple[torch.Tensor | None, Tree, Tree]
 """Triple of (loss, predictions, labels) of a batch. Missing parts are None."""
 
 Step = Callable[[Batch], StepOutput]
-log = get_logger(__name__)
+"""Function that processes one batch of an evaluation, such as `Trainer.prediction_step` with its other arguments bound."""
+
 SPEED_NAMES = ("runtime", "samples_per_second", "steps_per_second")
 """Names, without prefix, of the speeds that an evaluation adds to its metrics."""
 
@@ -92,7 +79,9 @@ class Evaluation:
         self._loader = loader
         self._step = step
         self._metric_settings = metric_settings
-        self._weighted_loss: torch.Tensor | None = None  # sum over this rank's batches, on the device
+        # Over this rank's batches: sum of the losses times their weights, on the device (None: no batch had a loss), and
+        # sum of the weights
+        self._weighted_loss: torch.Tensor | None = None
         self._total_weight = 0.0
 
     @torch.no_grad()  # as a decorator, it does not affect the caller between two batches
@@ -180,7 +169,7 @@ class Evaluator:
 
     Args:
         accelerator: Accelerator whose ranks process the data together.
-        events: Dispatcher that calls the callbacks for each batch.
+        callback_handler: Handler that calls the callbacks for each batch.
         log: Log that measures peak memory.
         methods: Trainer, whose methods a subclass may override.
         is_in_training: Whether a training run is in progress. The model is then already prepared, and the Trainer's own
@@ -191,15 +180,20 @@ class Evaluator:
     """
 
     def __init__(
-        self, accelerator: Accelerator, events: Events, log: Log, methods: PredictionMethods, is_in_training: bool
+        self,
+        accelerator: Accelerator,
+        callback_handler: CallbackHandler,
+        log: Log,
+        methods: PredictionMethods,
+        is_in_training: bool,
     ) -> None:
         self._accelerator = accelerator
-        self._events = events
+        self._callback_handler = callback_handler
         self._log = log
         self._methods = methods
         self._is_in_training = is_in_training
         self.average: ExponentialMovingAverage | None = None
-        self._own_loaders: dict[str, PreparedLoader] = {}
+        self._own_loaders: dict[str, PreparedLoader] = {}  # of the current training run, by name of the dataset
         self._sessions: list[EvaluationSession] = []  # in progress, the innermost one last
 
     # ---------------------------------------------------------------- the model and its data
@@ -252,6 +246,7 @@ class Evaluator:
 
     @contextmanager
     def _enter_session(self, session: EvaluationSession) -> Iterator[EvaluationSession]:
+        """Return a context manager in which an evaluation counts as in progress."""
         self._sessions.append(session)
         try:
             yield session
@@ -288,6 +283,7 @@ class Evaluator:
         return self._own_loaders[name]
 
     def _use_row_count(self, loader: PreparedLoader) -> None:
+        """Let the innermost session read its number of rows from this loader. Do nothing if no session is open."""
         if self._sessions:
             self._sessions[-1].get_num_rows = lambda: loader.num_rows
 
@@ -321,7 +317,7 @@ class Evaluator:
         for predictions, labels in evaluation.iterate_batches():
             if metric is not None:
                 metric.update(predictions, labels)
-            self._events.call_event("on_prediction_step", eval_dataloader=loader)
+            self._callback_handler.call_event("on_prediction_step", eval_dataloader=loader)
         metrics: Metrics = {}
         loss = evaluation.compute_mean_loss()
         if loss is not None:
@@ -386,6 +382,7 @@ class Evaluator:
         ).iterate_batches()
 
     def _make_step(self, session: EvaluationSession, is_loss_only: bool, ignore_keys: list[str] | None) -> Step:
+        """Return the Trainer's `prediction_step` as a function of the batch alone."""
         return lambda batch: self._methods.prediction_step(session.model, batch, is_loss_only, ignore_keys)
 
 
@@ -415,43 +412,7 @@ def select_per_sample(values: Tree, num_rows: int | None) -> Tree:
 
 
 def _convert_to_tensors(values: Tree) -> Tree:
+    """Return the arrays in a tuple, or a single array, as tensors. None stays None."""
     if isinstance(values, tuple):
         return tuple(map(_convert_to_tensors, values))
     return None if values is None else torch.as_tensor(values)
-
-
-# -------------------------------------------------------------------- the sanity check
-
-
-def spread_rows(num_rows: int, batch_size: int, num_batches: int) -> list[list[int]]:
-    """Return the row numbers of `num_batches` batches, each of which is spread over the whole dataset.
-
-    A short dataset results in fewer batches.
-
-    Args:
-        num_rows: Number of rows in the dataset.
-        batch_size: Number of rows per batch.
-        num_batches: Maximum number of batches.
-    """
-    num_used = min(num_rows, batch_size * num_batches)
-    num_used_batches = max(1, math.ceil(num_used / batch_size))
-    rows = [index * num_rows // num_used for index in range(num_used)]
-    return [rows[offset::num_used_batches] for offset in range(num_used_batches)]
-
-
-def read_rows(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Batch, int]] | None:
-    """Return an iterator over pairs of (batch, number of rows), read directly from the dataset of a loader.
-
-    The loader itself is not iterated over. Return None if its dataset is iterable, empty or without a length, or if it
-    has a custom batch sampler.
-
-    Args:
-        loader: Prepared loader.
-        num_batches: Maximum number of batches. Their rows are spread over the whole dataset.
-    """
-    dataset, sampler = loader.dataset, loader.batch_sampler
-    num_rows = None if isinstance(dataset, IterableDataset) else get_length(dataset)
-    if not num_rows or type(sampler) is not BatchSampler:
-        return None
-    batches = spread_rows(num_rows, sampler.batch_size, num_batches)
-    return ((loader.collate_fn([dataset[index] for index in batch]), len(batch)) for batch in batches)

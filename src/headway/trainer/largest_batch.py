@@ -15,11 +15,11 @@ from headway.core.memory.use import read_free_address_space
 from headway.errors import ConfigError, HeadwayError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.builder import checkpoint_activations, release_model
+from headway.trainer.builder import apply_memory_savings, release_model
 from headway.trainer.columns import drop_columns
 from headway.trainer.data import get_length
 from headway.trainer.loss import split_label_count
-from headway.trainer.optimizer import set_optimizer_mode
+from headway.trainer.schedule_free import set_optimizer_mode
 from headway.trainer.signature import ForwardSignature
 
 log = get_logger(__name__)
@@ -110,7 +110,7 @@ class LargestBatch:
             if accelerator.device.type == "cpu" and read_free_address_space() is None:
                 forecast_size = None  # the memory has no limit from which a batch size could be forecast
             else:
-                checkpoint_activations(self.args, accelerator, self.model)
+                apply_memory_savings(self.args, accelerator, self.model)
                 forecast_size = self._forecast_size(accelerator, rows[: min(_FIRST_SIZE, max_size)])
             own_size = _FIRST_SIZE if forecast_size is None else forecast_size
             sizes = [row[0] for row in accelerator.strategy.everyone.gather_numbers([float(own_size)])]
@@ -163,7 +163,7 @@ class LargestBatch:
         accelerator = self.create_accelerator()
         accelerator.stop_watching()  # a trial has nothing to save
         try:
-            checkpoint_activations(self.args, accelerator, self.model)
+            apply_memory_savings(self.args, accelerator, self.model)
             trial_rows = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
             loader = self.create_loader(trial_rows * accelerator.strategy.data_shard.count, batch_size)
             self._run_updates(accelerator, accelerator.prepare_data_loader(loader))
@@ -171,6 +171,7 @@ class LargestBatch:
             release_model(self.args, accelerator, self.model)
 
     def _run_updates(self, accelerator: Accelerator, loader: PreparedLoader) -> None:
+        """Train a fresh optimizer on all batches of a loader, as the training does."""
         model, optimizer = accelerator.prepare(self.model, self.create_optimizer())
         set_optimizer_mode(optimizer, is_training=True)
         for batch in loader:
@@ -196,6 +197,7 @@ def _count_values(row: Any) -> int:
 
 
 def _count_elements(value: Any) -> int:
+    """Return the number of elements of a tensor, an array or a list; 1 for any other value."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     size = getattr(value, "size", None)  # of a NumPy array

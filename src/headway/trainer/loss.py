@@ -16,6 +16,7 @@ from headway.trainer.data import Batch
 from headway.trainer.source_losses import SourceBook
 
 LossFunction = Callable[..., torch.Tensor]
+"""Function `f(outputs, labels)` that returns the mean loss of a batch. It may also accept `num_items_in_batch`."""
 
 
 class BatchLoss:
@@ -112,11 +113,17 @@ class BatchLoss:
         return inputs, None
 
     def _compute_smoothed_loss(self, model: torch.nn.Module, inputs: Batch, labels: Tree) -> tuple[torch.Tensor, Tree]:
-        """Return the mean cross entropy of the logits with label smoothing, and the outputs of the model."""
+        """Return the mean cross entropy of the logits with label smoothing, and the outputs of the model.
+
+        Ignored labels do not count. Outputs that are a tensor are the logits themselves.
+
+        Raises:
+            LossError: If the outputs are not a tensor and have no `logits`, or the labels are not one tensor.
+        """
         outputs = call_model(model, inputs)
         if self.source_book is not None:
             self.source_book.add_outputs(labels, outputs, inputs)
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+        logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
         if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
             raise LossError(
                 "label_smoothing_factor needs outputs with `logits` and a batch with `labels`; give a loss function that smooths"
@@ -250,6 +257,7 @@ def unpack_single(values: tuple[Tree, ...]) -> Tree:
 
 
 def _list_parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters. Empty if they are not known."""
     try:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # the function is written in C

@@ -45,14 +45,14 @@ class LossBook:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        # Losses that are still on the device: of the current batch and window, and of windows that have ended
-        self._pieces: list[_WeightedLoss] = []
-        self._window: list[_WeightedLoss] = []
-        self._unread_windows: list[list[_WeightedLoss]] = []
-        # Mean losses over all ranks: of the windows since the last log entry, and their sum and number in the run
-        self._recent: list[float] = []
-        self._total = 0.0
-        self._num_windows = 0
+        # Losses that are still on the device
+        self._pieces: list[_WeightedLoss] = []  # of the current batch
+        self._window: list[_WeightedLoss] = []  # of the current accumulation window, without the current batch
+        self._unread_windows: list[list[_WeightedLoss]] = []  # of windows that have ended
+        # Mean losses of accumulation windows over all ranks
+        self._recent: list[float] = []  # since the last log entry
+        self._total = 0.0  # their sum in the whole run
+        self._num_windows = 0  # their number in the whole run
         self.source_book: SourceBook | None = None
         self.update_values: dict[str, torch.Tensor | float] = {}
         self.last_logged = 0

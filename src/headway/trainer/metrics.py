@@ -314,6 +314,7 @@ def check_padding(dtype: torch.dtype) -> None:
 
 
 def _pad_width(part: torch.Tensor, width: int) -> torch.Tensor:
+    """Return a tensor whose dimension 1 is padded with the ignored label (-100) to `width`."""
     check_padding(part.dtype)
     padded = part.new_full((part.shape[0], width, *part.shape[2:]), IGNORED)
     padded[:, : part.shape[1]] = part

@@ -1,46 +1,30 @@
-"""Optimizers by name, selection of the parameters with weight decay, and optimizer copies whose state is freed."""
+"""Creation of a Trainer's optimizer by name, with weight decay for a selection of the parameters."""
 
 import ast
-import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
-from headway.core.training.prepared.optimizer import PreparedOptimizer
-from headway.core.training.prepared.scheduler import PreparedScheduler
-from headway.errors import ConfigError, StateError
+from headway.core.strategies.blocks import ParameterOwner
+from headway.errors import ConfigError
+from headway.extras.parameter_kinds import BIASES, NORMS, find_kinds
 from headway.trainer.arguments import TrainingArguments
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
-    "adamw_torch": (torch.optim.AdamW, {}),
-    "adam": (torch.optim.Adam, {}),
-    "nadamw": (torch.optim.NAdam, {"decoupled_weight_decay": True}),
-    "radam": (torch.optim.RAdam, {"decoupled_weight_decay": True}),
-    "adafactor": (torch.optim.Adafactor, {}),
-    "sgd": (torch.optim.SGD, {}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-}
-"""Optimizers by name: pairs of (torch's class, arguments that select this variant)."""
-
-_ADAM_CLASSES = (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
+from headway.trainer.optimizer_names import OPTIMIZERS, keep_embeddings_in_32_bits, list_hyperparameters
 
 
 def list_decaying_names(model: torch.nn.Module) -> list[str]:
     """Return the names of the parameters that get weight decay: all except biases and the parameters of norms.
 
-    Biases have "bias" in their name, and norms have "norm" in the name of their class. Case is ignored.
+    `find_kinds` decides what biases and norms are. A tied parameter is judged separately for each of its names.
     """
-    return [
-        f"{place}.{name}" if place else name
-        for place, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-        if "bias" not in name.lower() and "norm" not in type(module).__name__.lower()
-    ]
+    decaying_names = []
+    # With `remove_duplicate=False`, the parameters of a shared module have all their names in the result.
+    for place, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            if not find_kinds(parameter, [ParameterOwner(place, module, name)]) & {BIASES, NORMS}:
+                decaying_names.append(f"{place}.{name}" if place else name)
+    return decaying_names
 
 
 def make_parameter_groups(
@@ -84,6 +68,7 @@ def create_optimizer(
     Raises:
         ConfigError: If there are no trainable parameters, or if `args.optim_args` is malformed or contains a name that
             the optimizer does not accept. Errors of a given class are raised unchanged.
+        OptionalDependencyMissing: If the package of the named optimizer is not installed.
     """
     groups = make_parameter_groups(model, args.weight_decay, decaying_names)
     if not groups:
@@ -91,15 +76,17 @@ def create_optimizer(
     if class_and_kwargs is not None:
         user_class, kwargs = class_and_kwargs
         return user_class(groups, **kwargs)
-    optimizer_class, variant = OPTIMIZERS[args.optim]
-    settings = {"lr": args.learning_rate, **variant}
-    if optimizer_class in _ADAM_CLASSES:
-        settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    named = OPTIMIZERS[args.optim]
+    optimizer_class = named.load_class()
+    settings = list_hyperparameters(optimizer_class, args) | named.settings
     settings |= parse_optim_args(args.optim_args)
     try:
-        return optimizer_class(groups, **settings)
+        optimizer = optimizer_class(groups, **settings)
     except TypeError as error:
         raise ConfigError(f"optim_args={args.optim_args!r} does not fit {optimizer_class.__name__}: {error}") from error
+    if settings.get("optim_bits") == 8:
+        keep_embeddings_in_32_bits(optimizer, model)
+    return optimizer
 
 
 def parse_optim_args(text: str | None) -> dict[str, Any]:
@@ -123,83 +110,3 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # all that literal_eval documents
             settings[name] = value
     return settings
-
-
-# ---------------------------------------------------------------- schedule-free optimizers
-
-
-def has_modes(optimizer: Any) -> bool:
-    """Whether an optimizer has modes for training and evaluation, in which the weights differ.
-
-    This is the case for schedule-free optimizers.
-
-    Args:
-        optimizer: Optimizer, prepared or not.
-    """
-    bare = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-    return callable(getattr(bare, "train", None)) and callable(getattr(bare, "eval", None))
-
-
-def set_optimizer_mode(optimizer: Any, is_training: bool) -> None:
-    """Switch a schedule-free optimizer between training and evaluation. Other optimizers are left unchanged.
-
-    Each switch rounds the weights. Switch back only before the next training step, so that weights that are evaluated
-    are also the ones that are saved.
-
-    Args:
-        optimizer: Optimizer, prepared or not. None is allowed.
-        is_training: Whether to switch to training mode.
-    """
-    if has_modes(optimizer):
-        optimizer.train() if is_training else optimizer.eval()
-
-
-# ---------------------------------------------------------------- after the training
-
-
-def make_stateless(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
-    """Return copies of an optimizer and its schedule without the optimizer's state, to be read after training.
-
-    The copies have the parameter groups, learning rates and settings. They hold no reference to the original state,
-    so it can be freed. The optimizer copy's `state_dict()` raises StateError instead of returning an empty state.
-
-    The wrappers that `prepare` added are removed. An optimizer that is not torch's is returned itself, together with
-    its schedule, and so is a schedule that is not torch's.
-
-    Args:
-        optimizer: Optimizer, prepared or not.
-        schedule: Schedule, prepared or not; None if there is none yet.
-    """
-    optimizer = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-    schedule = schedule.scheduler if isinstance(schedule, PreparedScheduler) else schedule
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer, schedule
-    stateless = object.__new__(type(optimizer))
-    # A schedule replaces `step` on the instance by a function that holds the training's optimizer.
-    stateless.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    stateless.state = defaultdict(dict)
-    stateless.param_groups = [dict(group) for group in optimizer.param_groups]
-    stateless._optimizer_state_dict_pre_hooks = OrderedDict({0: _refuse_state_dict})
-    return stateless, _copy_schedule(stateless, schedule)
-
-
-def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    raise StateError(
-        "the optimizer's state was freed when the training ended; its groups and rates can be read. A checkpoint of the training "
-        "contains the state, and so does an optimizer of your own: Trainer(optimizers=(optimizer, None))"
-    )
-
-
-def _copy_schedule(optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
-    """Copy a schedule so that it refers to the given optimizer. One that is not torch's is returned unchanged.
-
-    The schedules inside a composite schedule are copied too.
-    """
-    if not isinstance(schedule, LRScheduler):
-        return schedule
-    copied = copy.copy(schedule)
-    copied.optimizer = optimizer
-    inner_schedules = getattr(copied, "_schedulers", None)
-    if isinstance(inner_schedules, list | tuple):
-        copied.__dict__["_schedulers"] = [_copy_schedule(optimizer, each) for each in inner_schedules]
-    return copied

@@ -10,6 +10,7 @@ from headway.errors import ConfigError
 from headway.language_data.boundary_check import check_document_boundaries
 from headway.language_data.packing import PackedDataset
 from headway.language_data.packing_collator import PackingCollator, choose_attention
+from headway.language_data.source_index import SOURCE_KEY
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.collation import Collate
 from headway.trainer.columns import drop_columns
@@ -40,7 +41,7 @@ class Packer:
         self._args = args
         self._collator = data_collator
         self._processing_class = processing_class
-        self._checked_model: torch.nn.Module | None = None  # the last one
+        self._checked_model: torch.nn.Module | None = None  # model that `check_model` has checked last
         # Pairs of (dataset, packed dataset) by `id` of the dataset, which is kept so that no other object gets its ID
         self._packed: dict[int, tuple[Any, PackedDataset]] = {}
 
@@ -68,7 +69,7 @@ class Packer:
             is_shuffled = is_training and args.train_sampling_strategy == "random" and not is_ordered
             seed = args.seed if args.data_seed is None else args.data_seed
             packed = PackedDataset(
-                drop_columns(dataset, None if kept_columns is None else {*kept_columns, "source"}),
+                drop_columns(dataset, None if kept_columns is None else {*kept_columns, SOURCE_KEY}),
                 args.packing_length or 0,
                 lengths=self._measure_lengths(dataset),
                 strategy=args.packing_strategy,

@@ -25,7 +25,15 @@ class TrainOutput(NamedTuple):
 
 
 class EvalPrediction(NamedTuple):
-    """Argument of `compute_metrics`: arrays, or tuples of arrays, with one row per sample.
+    """Argument of `compute_metrics`: NumPy arrays in host memory, or tuples of arrays, with one row per sample.
+
+    They contain the samples of all ranks, in the order of the data, without padding samples.
+
+    Example::
+
+        def compute_metrics(prediction):
+            labels = prediction.predictions.argmax(-1)
+            return {"accuracy": (labels == prediction.label_ids).mean()}
 
     Attributes:
         predictions: Outputs of the model without the loss, or the result of `preprocess_logits_for_metrics`.

@@ -42,6 +42,14 @@ class DefaultFlowCallback(TrainerCallback):
 
 
 def _is_due(strategy: str, step: int, every: int, is_last: bool = False) -> bool:
+    """Whether an action is due after an update, by the strategy "steps".
+
+    Args:
+        strategy: "steps", or a strategy with which the action is never due after an update.
+        step: Number of completed updates.
+        every: Number of updates from one action to the next.
+        is_last: Whether the action is due in any case, because this is the last update. Default: False.
+    """
     return strategy == "steps" and (is_last or step % every == 0)
 
 
@@ -58,14 +66,22 @@ class _LocalEarlyStopping(EarlyStopping):
 class EarlyStoppingCallback(TrainerCallback):
     """Callback that ends training when the metric for the best model has not improved for several evaluations.
 
-    It ends training on all ranks, even if only some ranks have it. Checkpoints contain the state of rank 0's callbacks.
+    The metric is `TrainingArguments.metric_for_best_model`, and `greater_is_better` is its direction. It ends training on
+    all ranks, even if only some ranks have it. Checkpoints contain the state of rank 0's callbacks.
 
     Args:
-        early_stopping_patience: Number of consecutive evaluations without an improvement after which to stop.
-        early_stopping_threshold: Amount that the improvement of the metric must exceed to count.
+        early_stopping_patience: Number of consecutive evaluations without an improvement after which to stop, at least
+            1. Default: 1.
+        early_stopping_threshold: Amount that the improvement of the metric must exceed to count, at least 0. Default: 0.
 
     Raises:
-        ConfigError: If the patience is less than 1, or the threshold is negative.
+        ConfigError: If the patience is less than 1, or the threshold is negative. When training begins, also if no
+            metric or no evaluations are configured.
+
+    Example::
+
+        args = TrainingArguments("runs/first", eval_strategy="epoch", metric_for_best_model="loss")
+        trainer = Trainer(model, args, train_dataset=train_data, eval_dataset=eval_data, callbacks=[EarlyStoppingCallback(3)])
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:

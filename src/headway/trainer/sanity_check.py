@@ -1,12 +1,25 @@
-"""Sanity check of the evaluation before the first update, so that errors in it occur early."""
+"""Sanity check of the evaluation before the first update, so that errors in it occur early.
+
+The check runs a few rows, spread over the evaluation data, through the model and `compute_metrics`. An error that would
+otherwise occur after the first epoch then occurs at once. Some metrics raise errors if there are only few rows (an area
+under the curve with only one class), or have names that depend on the data (a score per class). So if a metric raises an
+error, or does not return the requested name, it is tried on up to 32 batches before the check fails.
+
+The check restores the modes and buffers of modules and the global RNG states. It does not affect loaders, callbacks,
+logs, files or the optimizer. A metric object is copied. One that cannot be copied is used itself if it has `reset`, and
+is otherwise left out of the check. Side effects of the user's own code (dataset, collate function, `compute_loss`,
+`prediction_step`, a metric function) cannot be undone. `TrainingArguments(eval_sanity_check=False)` skips the check.
+"""
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, IterableDataset
 
 from headway.accelerator import Accelerator
 from headway.core.data.loader import PreparedLoader
@@ -16,7 +29,8 @@ from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.errors import MetricError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.evaluation import SPEED_NAMES, Evaluator, PredictionMethods, read_rows
+from headway.trainer.data import Batch, get_length
+from headway.trainer.evaluation import SPEED_NAMES, Evaluator, PredictionMethods
 from headway.trainer.loss import split_label_count
 from headway.trainer.metrics import MetricSettings, check_best_metric, make_named_metrics
 from headway.trainer.results import Metrics
@@ -69,7 +83,7 @@ class EvaluationSanityCheck:
         rng_states = read_rng_states(hardware)
         error: Exception | None = None
         try:
-            with preserve_modes_and_buffers(self.model):
+            with _use_temporary_evaluation_mode(self.model):
                 self._check_all(loaders)
         except Exception as raised:
             error = raised
@@ -124,8 +138,13 @@ class EvaluationSanityCheck:
         """Evaluate a few batches, and return the metrics. Losses and speeds are 0, because only their names are needed.
 
         Return None if the loader cannot be read without side effects, or if the metric cannot be tried.
+
+        Args:
+            loader: Prepared loader of the evaluation data.
+            prefix: Prefix of the names of the metrics, such as "eval".
+            num_batches: Largest number of batches.
         """
-        batches = read_rows(loader, num_batches)
+        batches = _read_rows(loader, num_batches)
         if batches is None:
             return None
         metric_settings, is_complete = self._copy_metric_settings()
@@ -164,6 +183,40 @@ class EvaluationSanityCheck:
             return replace(metric_settings, is_loss_only=True), False
 
 
+def _read_rows(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Batch, int]] | None:
+    """Return an iterator over pairs of (batch, number of rows), read directly from the dataset of a loader.
+
+    The loader itself is not iterated over. Return None if its dataset is iterable, empty or without a length, or if it
+    has a custom batch sampler.
+
+    Args:
+        loader: Prepared loader.
+        num_batches: Maximum number of batches. Their rows are spread over the whole dataset.
+    """
+    dataset, sampler = loader.dataset, loader.batch_sampler
+    num_rows = None if isinstance(dataset, IterableDataset) else get_length(dataset)
+    if not num_rows or type(sampler) is not BatchSampler:
+        return None
+    batches = spread_rows(num_rows, sampler.batch_size, num_batches)
+    return ((loader.collate_fn([dataset[index] for index in batch]), len(batch)) for batch in batches)
+
+
+def spread_rows(num_rows: int, batch_size: int, num_batches: int) -> list[list[int]]:
+    """Return the row numbers of `num_batches` batches, each of which is spread over the whole dataset.
+
+    A short dataset results in fewer batches.
+
+    Args:
+        num_rows: Number of rows in the dataset.
+        batch_size: Number of rows per batch.
+        num_batches: Maximum number of batches.
+    """
+    num_used = min(num_rows, batch_size * num_batches)
+    num_used_batches = max(1, math.ceil(num_used / batch_size))
+    rows = [index * num_rows // num_used for index in range(num_used)]
+    return [rows[offset::num_used_batches] for offset in range(num_used_batches)]
+
+
 @contextmanager
 def _convert_errors(num_rows: int) -> Iterator[None]:
     """Return a context manager that converts errors raised by the user's metric to a MetricError with advice.
@@ -194,7 +247,7 @@ def _copy_metric(metric: Any, shared: Sequence[object]) -> Any:
 
 
 @contextmanager
-def preserve_modes_and_buffers(model: torch.nn.Module) -> Iterator[None]:
+def _use_temporary_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Return a context manager that sets the model to evaluation mode and disables gradients.
 
     At its end, the modes and buffers of all modules are restored.

@@ -11,19 +11,19 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.optimizer import has_modes
+from headway.trainer.schedule_free import has_modes
 
 log = get_logger(__name__)
-
-# Each schedule is a function of the number of completed updates that returns a factor on the learning rate. `LearningRateFactor`
-# adds the warm-up. `num_training_steps` must have this name: a prepared scheduler reads its length from it.
-# Checkpoints contain the names of all keyword arguments.
 
 _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that do not depend on the total number of updates."""
 
 _CONSTANT = ("constant", "constant_with_warmup")
 """Schedules that do not change the learning rate after the warm-up."""
+
+# Each function below is a schedule: from the number of completed updates, it computes a factor on the learning rate.
+# `LearningRateFactor` adds the warm-up. Do not rename their keyword arguments, because checkpoints contain these names,
+# and a prepared scheduler reads its length from `num_training_steps`.
 
 
 def _compute_progress(update: int, num_warmup_steps: int, num_training_steps: int) -> float:
@@ -32,12 +32,14 @@ def _compute_progress(update: int, num_warmup_steps: int, num_training_steps: in
 
 
 def _compute_linear(update: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    """Return a factor that falls linearly to 0 at the last update."""
     return 1.0 - min(1.0, _compute_progress(update, num_warmup_steps, num_training_steps))
 
 
 def _compute_cosine(
     update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, min_lr_rate: float = 0.0
 ) -> float:
+    """Return a factor that follows `num_cycles` cosine waves. With the default, it falls from 1 to `min_lr_rate`."""
     progress = _compute_progress(update, num_warmup_steps, num_training_steps)
     return max(0.0, _compute_half_wave(num_cycles * 2.0 * progress) * (1 - min_lr_rate) + min_lr_rate)
 
@@ -50,6 +52,7 @@ def _compute_half_wave(position: float) -> float:
 def _compute_cosine_with_restarts(
     update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1
 ) -> float:
+    """Return a factor that falls from 1 to 0 along half a cosine, `num_cycles` times."""
     progress = _compute_progress(update, num_warmup_steps, num_training_steps)
     return 0.0 if progress >= 1 else max(0.0, _compute_half_wave((num_cycles * progress) % 1.0))
 
@@ -57,15 +60,26 @@ def _compute_cosine_with_restarts(
 def _compute_polynomial(
     update: int, *, num_warmup_steps: int, num_training_steps: int, power: float = 1.0, end_share: float = 0.0
 ) -> float:
+    """Return a factor that falls to `end_share` at the last update, with a power of the remaining fraction."""
     remaining = 1.0 - min(1.0, _compute_progress(update, num_warmup_steps, num_training_steps))
     return float((1.0 - end_share) * remaining**power + end_share)
 
 
 def _compute_constant(update: int, *, num_warmup_steps: int) -> float:
+    """Return 1: the learning rate does not change after the warm-up."""
     return 1.0
 
 
 def _compute_inverse_sqrt(update: int, *, num_warmup_steps: int, timescale: int | None = None) -> float:
+    """Return a factor that falls with the inverse square root of the updates after the warm-up.
+
+    After t of these updates, it is 1 / sqrt(1 + t / timescale): 1 at the end of the warm-up, 0.71 after `timescale`.
+
+    Args:
+        update: Number of completed updates, including those of the warm-up. At least `num_warmup_steps`.
+        num_warmup_steps: Number of updates of the warm-up.
+        timescale: Number of updates. None (the default): `num_warmup_steps`, or 10,000 if there is no warm-up.
+    """
     scale = timescale or num_warmup_steps or 10_000
     return 1.0 / math.sqrt((update + scale - num_warmup_steps) / scale)
 
@@ -119,6 +133,7 @@ class LearningRateFactor:
         TypeError: If the function does not accept the settings, or requires others.
     """
 
+    # `_function` is a slot, so that `vars()`, which LambdaLR puts into its state dict, contains only the settings.
     __slots__ = ("__dict__", "_function")
 
     def __init__(self, function: Callable[..., float], **settings: Any) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headway.errors import ConfigError
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.columns import find_label_names, select_columns
 from headway.trainer.loss import BatchLoss, LossFunction
@@ -33,8 +34,13 @@ def read_signature(model: torch.nn.Module, args: TrainingArguments, function: Lo
         function: Loss function. None: the model's own loss.
 
     Raises:
-        ConfigError: If there are both a loss function and label smoothing.
+        ConfigError: If there are both a loss function and label smoothing, or a loss function and a chunked loss.
     """
+    if args.chunk_loss and function is not None:
+        raise ConfigError(
+            "chunk_loss=True computes the model's own loss in chunks, but the Trainer has a loss function, which needs the logits; "
+            "leave one of them out"
+        )
     names = list(args.label_names or find_label_names(model))
     kept_columns = select_columns(model, names) if args.remove_unused_columns else None
     return ForwardSignature(names, kept_columns, BatchLoss(model, function, args.label_smoothing_factor, names))

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from headway.accelerator import Accelerator
 from headway.core.runtime.collectives.tree import Tree
-from headway.language_data.mixture import SOURCE_KEY, Mixture
+from headway.language_data.mixture import Mixture
 from headway.language_data.packing import PackedDataset
 from headway.language_data.packing_collator import NO_SOURCE, make_token_sources
+from headway.language_data.source_index import SOURCE_KEY
 from headway.language_data.source_losses import sum_by_source
 from headway.log import get_logger
 from headway.trainer.collation import IGNORED, SOURCES
@@ -76,7 +77,7 @@ class SourceBook:
         accelerator: Accelerator whose ranks train.
         names: Names of the sources.
         is_shifted: Whether the model predicts each label from the tokens before it.
-        smoothing: Label smoothing, the fraction of the target that is spread over all classes.
+        smoothing: Label smoothing, the fraction of the target that is spread over all classes. Default: 0.0.
     """
 
     def __init__(
@@ -133,7 +134,13 @@ class SourceBook:
         self._piece_sums = self._sum_rows(logits, labels, sources)
 
     def _sum_rows(self, logits: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        """Return the sum and the count of the losses of each source, as a tensor of shape [2, number of sources]."""
+        """Return the sum and the count of the losses of each source, as a tensor of shape [2, number of sources].
+
+        Args:
+            logits: Logits of shape [rows, ..., classes].
+            labels: Class of each row or token, or the ignored label (-100).
+            sources: Index of the source of each row or token.
+        """
         # Row by row, because a copy of all logits in float32 could exceed the peak of the step.
         losses = [
             F.cross_entropy(

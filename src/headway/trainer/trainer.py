@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.hooks import RemovableHandle
 
 from headway.accelerator import Accelerator
 from headway.core.config.values import report_unknown_keywords
@@ -23,24 +24,32 @@ from headway.errors import CheckpointError, ConfigError, DataError, Preempted
 from headway.log import get_logger
 from headway.trainer import builder, results
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.callbacks import Events, TrainerControl, TrainerState
-from headway.trainer.checkpoints import ResumeDecision, TrainerRecord, check_folder, list_settings
+from headway.trainer.callbacks import CallbackHandler, TrainerControl, TrainerState
+from headway.trainer.checkpoints import TrainerRecord, list_settings
 from headway.trainer.collation import Collate, Collator
 from headway.trainer.data import Batch, Data, EvalData, check_dataset, get_length, make_train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
+from headway.trainer.embedding_noise import add_embedding_noise
 from headway.trainer.evaluation import Evaluator
+from headway.trainer.evaluation_methods import EvaluationMethods
+from headway.trainer.generation import set_generation_config
 from headway.trainer.largest_batch import LargestBatch
 from headway.trainer.logs import Log, TrainingLog
 from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossFunction
 from headway.trainer.loss_book import LossBook
-from headway.trainer.methods import EvaluationMethods, check_overrides, list_overridden
-from headway.trainer.optimizer import create_optimizer, list_decaying_names, make_stateless, set_optimizer_mode
+from headway.trainer.optimizer import create_optimizer, list_decaying_names
+from headway.trainer.optimizer_names import forget_options
+from headway.trainer.overrides import check_overrides, list_overridden
 from headway.trainer.packing import Packer
+from headway.trainer.resuming import ResumeDecision, check_folder
 from headway.trainer.rules import DefaultFlowCallback
+from headway.trainer.schedule_free import set_optimizer_mode
 from headway.trainer.schedules import create_schedule, stretch_schedule
 from headway.trainer.signature import read_signature
 from headway.trainer.source_losses import SourceBook, find_mixture
+from headway.trainer.stateless_optimizer import make_stateless
+from headway.trainer.tokens import TokenCounter
 
 log = get_logger(__name__)
 
@@ -48,6 +57,17 @@ log = get_logger(__name__)
 @report_unknown_keywords
 class Trainer(EvaluationMethods):
     """Training loop for a model, configured by `TrainingArguments`. It also evaluates and predicts.
+
+    Create it on every rank, in the main thread. The constructor creates an Accelerator, which starts the process group if
+    there are several processes, and calls `set_seed(args.seed)`. The model is moved to the device when a method needs it.
+
+    Example::
+
+        args = TrainingArguments("runs/first", num_train_epochs=1, per_device_train_batch_size=8)
+        trainer = Trainer(model, args, train_dataset=train_data, eval_dataset=eval_data)
+        trainer.train()
+        print(trainer.evaluate())
+        trainer.save_model("model")
 
     The whole loop, with the point at which each callback event fires::
 
@@ -78,25 +98,31 @@ class Trainer(EvaluationMethods):
             on_train_end
 
     Args:
-        model: A transformers model, or any module; see `loss_function`.
-        args: Arguments of the training. None: the defaults.
-        data_collator: Function that makes a batch from a list of rows. None: rows are padded and stacked.
-        train_dataset: Training data: a dataset of the datasets library or of torch, or a list of rows.
+        model: A transformers model, or any module; see `loss_function`. None (the default): `model_init` creates it.
+        args: Arguments of the training. None (the default): `TrainingArguments()`.
+        data_collator: Function that makes a batch from a list of rows. None (the default): rows are padded and stacked.
+        train_dataset: Training data: a dataset of the datasets library or of torch, or a list of rows. None (the
+            default): the Trainer does not train.
         eval_dataset: Evaluation data, in any form that training data may have, or a dict of several datasets by name.
-        processing_class: Tokenizer or similar object, which pads rows and is saved with the model.
+            None (the default): pass data to `evaluate`.
+        processing_class: Tokenizer or similar object, which pads rows and is saved with the model. None (the default):
+            no such object.
         model_init: Function that creates a new model for each training run, to be used instead of `model`.
-        compute_loss_func: Alternative name of `loss_function`.
-        compute_metrics: Function of an `EvalPrediction`, or an object with `update(predictions, labels)` and
-            `compute()`, which does not keep all predictions in memory.
-        callbacks: Callbacks as objects or classes.
-        optimizers: Pair of (optimizer, schedule). If one of them is None, it is created from the arguments.
+            None (the default): `model` is trained.
+        compute_loss_func: Alternative name of `loss_function`. None (the default): not given.
+        compute_metrics: Function of an `EvalPrediction` that returns a dict of numbers by name. Alternatively an object
+            with `update(predictions, labels)` and `compute()`, which does not keep all predictions in memory. None (the
+            default): only the loss is computed.
+        callbacks: Callbacks as objects or classes, in addition to Headway's own. None (the default): no others.
+        optimizers: Pair of (optimizer, schedule). If one of them is None, it is created from the arguments. Default:
+            (None, None).
         optimizer_cls_and_kwargs: Class of the optimizer and its keyword arguments, which replace the optimizer settings
-            in `args` except `weight_decay`.
-        preprocess_logits_for_metrics: Function of (predictions, labels) that returns the part of the predictions to
-            keep.
-        loss_function: Function `f(outputs, labels)` that returns a mean over the batch. None: the model's forward
-            returns the loss.
-        tokenizer: Older name of `processing_class`.
+            in `args` except `weight_decay`. None (the default): as in `args`.
+        preprocess_logits_for_metrics: Function of (predictions, labels), called for each batch on the device, that
+            returns the part of the predictions to keep. None (the default): all are kept.
+        loss_function: Function `f(outputs, labels)` that returns a mean over the batch. None (the default): the model's
+            forward returns the loss.
+        tokenizer: Older name of `processing_class`. None (the default): not given.
 
     Attributes:
         args: Arguments of the training.
@@ -137,13 +163,13 @@ class Trainer(EvaluationMethods):
     ) -> None:
         check_overrides(type(self))
         self.args = args = builder.check_arguments(model, args, optimizers[0])
-        builder.check_not_both(
-            compute_loss_func=(compute_loss_func, "loss_function", loss_function),
-            processing_class=(processing_class, "tokenizer", tokenizer),
-            optimizers=(optimizers[0], "optimizer_cls_and_kwargs", optimizer_cls_and_kwargs),
-        )
+        builder.check_not_both("compute_loss_func", compute_loss_func, "loss_function", loss_function)
+        builder.check_not_both("processing_class", processing_class, "tokenizer", tokenizer)
+        builder.check_not_both("optimizers", optimizers[0], "optimizer_cls_and_kwargs", optimizer_cls_and_kwargs)
         if args.log_level not in (None, "passive"):
             get_logger("headway", "debug" if args.log_level == "detail" else args.log_level)
+        if args.tf32 is not None:
+            builder.set_tf32(args.tf32)
         self.accelerator = self.create_accelerator()
         self.accelerator.stop_watching()  # Before the training begins there is nothing to save after a preemption signal.
         set_seed(args.seed)
@@ -166,22 +192,30 @@ class Trainer(EvaluationMethods):
         self.lr_scheduler: Any = None
         self.train_dataloader: PreparedLoader | None = None
         self.is_in_train = False
-        self._has_trained = False
-        size = args.per_device_train_batch_size
+        self._generation_options: dict[str, Any] = {}  # arguments of `model.generate` for the evaluation in progress
+        self._embedding_noise: RemovableHandle | None = None  # hook of `neftune_noise_alpha`
+        self._has_trained = False  # whether `train` was called before, so that the next run needs a new Accelerator
+        size = args.per_device_train_batch_size  # "largest" is replaced by a number when `train` has searched for it
         self._train_batch_size = size if isinstance(size, int) else 1
+        # An override of `compute_loss` may have an older signature.
         self._accepts_num_items = "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
         display = PrinterCallback() if args.disable_tqdm else ProgressCallback()
-        self._events = Events(args, [DefaultFlowCallback()], [*(callbacks or ()), display], self, self._new_state())
-        self._replace_log_and_evaluator(Log(args, self.accelerator, self._events))
+        self._callback_handler = CallbackHandler(
+            args, [DefaultFlowCallback()], [*(callbacks or ()), display], self, self._create_state()
+        )
+        self._replace_log_and_evaluator(Log(args, self.accelerator, self._callback_handler))
         self.call_event("on_init_end")
 
     def _set_model(self, model: torch.nn.Module) -> None:
+        """Replace the model, and read the arguments of its `forward` and its label names."""
         self.model = model
         builder.set_use_cache(model, self.args.use_cache)
+        set_generation_config(model, self.args)
         self._signature = read_signature(model, self.args, self._loss_function)
         self.label_names = self._signature.label_names
 
-    def _new_state(self) -> TrainerState:
+    def _create_state(self) -> TrainerState:
+        """Return the state at the beginning of a training."""
         return TrainerState(
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
@@ -197,15 +231,17 @@ class Trainer(EvaluationMethods):
     ) -> results.TrainOutput:
         """Train until the last update. Every rank must call it.
 
-        A second call starts a new training run with the model's current weights.
+        A second call starts a new training run with the model's current weights, or with a new model from `model_init`.
+        Checkpoints are written to `output_dir/checkpoints` in the background.
 
         Args:
             resume_from_checkpoint: True: resume from the newest valid checkpoint in `output_dir`, or start from the
-                beginning if there is none. A folder: resume from it. False: start from the beginning. None: use the
-                value in the arguments. If that is None too, resume if this command was preempted (exit code 75),
-                otherwise start from the beginning.
+                beginning if there is none. A folder: resume from it. False: start from the beginning. None (the
+                default): use the value in the arguments. If that is None too, resume if this command was preempted
+                (exit code 75), otherwise start from the beginning.
             trial: Must be None, because hyperparameter search is not supported.
             ignore_keys_for_eval: Names of model outputs that are not predictions, for evaluations during training.
+                None (the default): those that the model's config names.
 
         Returns:
             Tuple of (global_step, training_loss, metrics); see `TrainOutput`.
@@ -231,7 +267,7 @@ class Trainer(EvaluationMethods):
         self._start_training()
         try:
             with MemoryMonitor(by_phase=not args.skip_memory_metrics) as monitor:
-                run_log = TrainingLog(args, self.accelerator, self._events, monitor)
+                run_log = TrainingLog(args, self.accelerator, self._callback_handler, monitor)
                 losses = LossBook(self.accelerator)
                 self.is_in_train = True
                 self._replace_log_and_evaluator(run_log)
@@ -239,7 +275,12 @@ class Trainer(EvaluationMethods):
                 prepared = self._prepare_training(losses)
                 self.check_evaluation()
                 self._resume_training(resume_decision, prepared)
-                training = Training(args, prepared, self._events, run_log, losses, self, ignore_keys_for_eval)
+                tokens = TokenCounter(
+                    self.accelerator, args.include_num_input_tokens_seen, self.model, self.processing_class
+                )
+                training = Training(
+                    args, prepared, self._callback_handler, run_log, losses, tokens, self, ignore_keys_for_eval
+                )
                 output = training.run()
                 if self.accelerator.preempted:  # with Preemption(exits=False)
                     resume_decision.write_marker(self.accelerator, training.newest_checkpoint, self.state.global_step)
@@ -273,29 +314,32 @@ class Trainer(EvaluationMethods):
             losses: Recorder of the losses.
         """
         accelerator, args, model = self.accelerator, self.args, self.model
-        self._events.start_run(self._new_state())
+        self._callback_handler.start_run(self._create_state())
         self.state.train_batch_size = self._train_batch_size
         settings = list_settings(args, model)  # of the model before it is prepared
-        builder.checkpoint_activations(args, accelerator, model)
+        builder.apply_memory_savings(args, accelerator, model)
+        if args.neftune_noise_alpha:
+            self._embedding_noise = add_embedding_noise(model, args.neftune_noise_alpha)
         self.train_dataloader = loader = accelerator.prepare_data_loader(self.get_train_dataloader())
         count_updates(self.state, args, get_length(loader), args.gradient_accumulation_steps)
-        move_module(
-            model, accelerator.device
-        )  # before the optimizer is created, which may need parameters on the device
+        # Before the optimizer is created, which may need parameters on the device
+        move_module(model, accelerator.device)
         self.optimizer, self.lr_scheduler = self._user_optimizers
         self.create_optimizer_and_scheduler(self.state.max_steps)
         _, self.optimizer, self.lr_scheduler = accelerator.prepare(
             model, self.optimizer, self.lr_scheduler, strict=True
         )
-        average = self._evaluator.average = builder.create_average(args, model)
+        average = builder.create_average(args, model)
+        self._evaluator.average = average
         source_book = self._create_source_book(loader.dataset)
         # The loss adds values to it, and the recorder of the losses logs and saves them.
-        losses.source_book = self._signature.batch_loss.source_book = source_book
+        losses.source_book = source_book
+        self._signature.batch_loss.source_book = source_book
         self._packer.check_loader(loader.dataset)
         self._packer.check_model(accelerator, model, loader.dataset)
         if args.eval_strategy != "no" or args.eval_on_start:
             self._get_own_eval_loaders()
-        accelerator.register_for_checkpointing(TrainerRecord(self._events, losses, settings))
+        accelerator.register_for_checkpointing(TrainerRecord(self._callback_handler, losses, settings))
         set_seed(args.seed, device_specific=True)  # dropout must differ between ranks
         return PreparedTraining(accelerator, model, self.optimizer, self.lr_scheduler, loader, average)
 
@@ -310,6 +354,12 @@ class Trainer(EvaluationMethods):
         return SourceBook(self.accelerator, mixture.names, batch_loss.count_labels.is_shifted, batch_loss.smoothing)
 
     def _resume_training(self, resume_decision: ResumeDecision, prepared: PreparedTraining) -> None:
+        """Load the checkpoint that was chosen, and adapt the number of updates and the schedule to this run.
+
+        Args:
+            resume_decision: Checkpoint from which to resume, if any.
+            prepared: Prepared model, optimizer, schedule and loader.
+        """
         resume_decision.resume(self.accelerator)
         # With a different number of processes, an update has a different number of batches, to keep the global batch.
         count_updates(self.state, self.args, prepared.num_batches, self.accelerator.gradient_accumulation_steps)
@@ -334,16 +384,18 @@ class Trainer(EvaluationMethods):
             except CheckpointError as error:
                 log.warning("the last checkpoint was not written: %s", error)
             set_optimizer_mode(self.optimizer, is_training=False)  # after an error, too, the model has final weights
-        for callback in self.callbacks.all:
+        for callback in self._callback_handler.callbacks:
             if isinstance(callback, ProgressCallback):
                 callback.close()
+        if self._embedding_noise is not None:
+            self._embedding_noise.remove()
         self.model.zero_grad(set_to_none=True)
         self._drop_optimizer_state()
         builder.release_model(self.args, accelerator, self.model)
         accelerator.stop_watching()  # an evaluation after the training has nothing to save
         self.train_dataloader = None
         self._signature.batch_loss.source_book = None
-        self._replace_log_and_evaluator(Log(self.args, accelerator, self._events))
+        self._replace_log_and_evaluator(Log(self.args, accelerator, self._callback_handler))
 
     def _drop_optimizer_state(self) -> None:
         """Restore the user's own optimizer and schedule, or free the state of those that the Trainer created.
@@ -352,6 +404,8 @@ class Trainer(EvaluationMethods):
         """
         optimizer, lr_scheduler = make_stateless(self.optimizer, self.lr_scheduler)
         user_optimizer, user_lr_scheduler = self._user_optimizers
+        if user_optimizer is None:
+            forget_options(optimizer)
         self.optimizer = optimizer if user_optimizer is None else user_optimizer
         self.lr_scheduler = lr_scheduler if user_lr_scheduler is None else user_lr_scheduler
 
@@ -364,7 +418,7 @@ class Trainer(EvaluationMethods):
             run_log: Log of a training run, or of values outside of a training run.
         """
         self._log = run_log
-        self._evaluator = Evaluator(self.accelerator, self._events, run_log, self, self.is_in_train)
+        self._evaluator = Evaluator(self.accelerator, self._callback_handler, run_log, self, self.is_in_train)
 
     # ---------------------------------------------------------------- the step, for subclasses
 
@@ -378,11 +432,10 @@ class Trainer(EvaluationMethods):
         Args:
             model: Prepared model.
             inputs: Batch on the device.
-            num_items_in_batch: Number of labels of the batch that are not ignored. None: the loss is a mean over
-                samples.
+            num_items_in_batch: Number of labels of the batch that are not ignored. None (the default): the loss is a
+                mean over samples.
         """
         inputs = self._prepare_inputs(inputs)
-        # An override of `compute_loss` may have an older signature.
         options: dict[str, Any] = {"num_items_in_batch": num_items_in_batch} if self._accepts_num_items else {}
         with self.accelerator.autocast():
             loss: torch.Tensor = self.compute_loss(model, inputs, **options)
@@ -392,11 +445,11 @@ class Trainer(EvaluationMethods):
     # ---------------------------------------------------------------- parts of a training run, for subclasses
 
     def create_accelerator(self) -> Accelerator:
-        """Create the Accelerator of one training run from the arguments."""
+        """Create the Accelerator of one training run from the arguments. A subclass may override it."""
         return builder.create_accelerator(self.args)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of the training data. It is not prepared yet.
+        """Return a loader of the training data. It is not prepared yet. A subclass may override it.
 
         Raises:
             DataError: If there is no training data, or it is not a dataset.
@@ -451,7 +504,7 @@ class Trainer(EvaluationMethods):
         """Create the optimizer. A class that was passed to the Trainer takes precedence over the name in the arguments.
 
         Args:
-            model: Model whose parameters are updated. None: the Trainer's model.
+            model: Model whose parameters are updated. None (the default): the Trainer's model.
 
         Raises:
             ConfigError: If there are no trainable parameters, or the optimizer does not accept `optim_args`.
@@ -474,7 +527,7 @@ class Trainer(EvaluationMethods):
 
         Args:
             num_training_steps: Number of updates of the training run.
-            optimizer: Optimizer whose learning rates the schedule sets. None: the Trainer's optimizer.
+            optimizer: Optimizer whose learning rates the schedule sets. None (the default): the Trainer's optimizer.
 
         Raises:
             ConfigError: If `lr_scheduler_kwargs` does not fit the schedule.
@@ -512,29 +565,29 @@ class Trainer(EvaluationMethods):
     # ---------------------------------------------------------------- events and the log
 
     @property
-    def callbacks(self) -> Events:
-        """Dispatcher that calls the callbacks."""
-        return self._events
+    def callbacks(self) -> CallbackHandler:
+        """Handler that calls the callbacks. `trainer.callbacks.callbacks` lists them."""
+        return self._callback_handler
 
     callback_handler = callbacks
 
     @property
     def state(self) -> TrainerState:
         """Progress of the training."""
-        return self._events.state
+        return self._callback_handler.state
 
     @state.setter
     def state(self, state: TrainerState) -> None:
-        self._events.state = state
+        self._callback_handler.state = state
 
     @property
     def control(self) -> TrainerControl:
         """Flags that determine the next actions of the training loop."""
-        return self._events.control
+        return self._callback_handler.control
 
     @control.setter
     def control(self, control: TrainerControl) -> None:
-        self._events.control = control
+        self._callback_handler.control = control
 
     def call_event(self, event: str, **event_arguments: object) -> None:
         """Call the method for an event on all callbacks. A callback may change or replace `control`.
@@ -543,15 +596,18 @@ class Trainer(EvaluationMethods):
             event: Name of the event, such as "on_step_end".
             event_arguments: Keyword arguments of this event, in addition to those that every event receives.
         """
-        self._events.call_event(event, **event_arguments)
+        self._callback_handler.call_event(event, **event_arguments)
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, given as an object or as a class to instantiate.
+        """Add a callback, which is called after the existing ones.
+
+        Args:
+            callback: Callback object, or a class to instantiate without arguments.
 
         Raises:
             ConfigError: If the callback implements no event.
         """
-        self.callbacks.add(callback)
+        self._callback_handler.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback and return it. Return None if there is no such callback.
@@ -559,7 +615,7 @@ class Trainer(EvaluationMethods):
         Args:
             callback: Callback object, or a class, whose first instance is removed.
         """
-        return self.callbacks.pop(callback)
+        return self._callback_handler.pop(callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback.
@@ -567,10 +623,12 @@ class Trainer(EvaluationMethods):
         Args:
             callback: Callback object, or a class, whose first instance is removed.
         """
-        self.callbacks.pop(callback)
+        self._callback_handler.pop(callback)
 
     def log(self, logs: results.Metrics, start_time: float | None = None) -> None:
         """Log values to `state.log_history`, the callbacks, the run's log and its trackers.
+
+        Call it on every rank. Only rank 0 writes the run's log. A subclass may override it.
 
         The run's log and its trackers get no values before the first update of the run, unless training is in progress.
 
@@ -589,8 +647,8 @@ class Trainer(EvaluationMethods):
         is set to evaluation mode first, until the next training step.
 
         Args:
-            output_dir: Folder to write to. None: `output_dir` of the arguments.
-            _internal_call: Whether to skip the upload that the arguments request.
+            output_dir: Folder to write to. None (the default): `output_dir` of the arguments.
+            _internal_call: Whether to skip the upload that the arguments request. Default: False.
         """
         set_optimizer_mode(self.optimizer, is_training=False)
         if list_overridden(type(self), ["_save"]):

@@ -22,11 +22,13 @@ def main() -> None:
 
 
 def _raise_interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt on the first SIGINT, and ignore later signals while the runs are ended."""
     _ignore_signals()
     raise KeyboardInterrupt
 
 
 def _exit_terminated(*_: object) -> None:
+    """Exit with code 143 on the first SIGTERM, and ignore later signals while the runs are ended."""
     _ignore_signals()
     sys.exit(143)
 

@@ -39,10 +39,10 @@ def blame_repeat(ours: Sequence[LossEntry], theirs: Sequence[LossEntry]) -> Blam
         theirs: Losses of this update in the other run.
     """
     for our_loss, their_loss in zip(ours, theirs, strict=False):
-        needed = find_needed_calls(our_loss["calls"], our_loss["loss_call"])
-        for index, matches in align_calls(our_loss["calls"], [their_loss["calls"]]):
+        needed = find_needed_calls(our_loss.calls, our_loss.loss_call)
+        for index, matches in align_calls(our_loss.calls, [their_loss.calls]):
             if index in needed:
-                call = our_loss["calls"][index]
+                call = our_loss.calls[index]
                 blame = _compare_calls(our_loss, call, their_loss, None if matches is None else matches[0])
                 if blame is not None:
                     return blame
@@ -60,24 +60,24 @@ def _compare_calls(ours: LossEntry, call: CallEntry, theirs: LossEntry, match: C
     """
     if match is None:
         # A missing input is only a consequence of another call that the other run does not make.
-        return None if call["func"] == "input" else Blame("path", call["line"], call["func"])
-    has_equal_shape = call.get("shape") == match.get("shape")
+        return None if call.is_input else Blame("path", call.line, call.func)
+    has_equal_shape = call.shape == match.shape
     different = find_different_number(call, [match])
     # If the shapes of the results differ, a number that differs is probably a size.
     if different is not None and has_equal_shape:
-        return Blame("number", call["line"], call["func"], *different)
-    if has_equal_shape and call.get("row_sums") == match.get("row_sums"):
+        return Blame("number", call.line, call.func, *different)
+    if has_equal_shape and call.row_sums == match.row_sums:
         return None
-    path = _find_other_path(ours["calls"], call, theirs["calls"], match)
+    path = _find_other_path(ours.calls, call, theirs.calls, match)
     if path is not None:
         return path
-    shapes = () if has_equal_shape else (str(call.get("shape")), str(match.get("shape")))
-    if call["func"] == "input":
-        kind = "model_tensor" if call.get("model_tensor") else "tensor"
-        return Blame(kind, call["line"], "input", call.get("model_tensor") or call.get("variable", ""), shapes)
-    if call["func"] in RANDOM_CALLS:
-        return Blame("draw", call["line"], call["func"])
-    return Blame("call", call["line"], call["func"], "", shapes)
+    shapes = () if has_equal_shape else (str(call.shape), str(match.shape))
+    if call.is_input:
+        kind = "model_tensor" if call.model_tensor else "tensor"
+        return Blame(kind, call.line, "input", call.model_tensor or call.variable, shapes)
+    if call.func in RANDOM_CALLS:
+        return Blame("draw", call.line, call.func)
+    return Blame("call", call.line, call.func, "", shapes)
 
 
 def _find_other_path(
@@ -93,13 +93,11 @@ def _find_other_path(
         theirs: Recorded calls of the other run.
         match: Corresponding call of the other run.
     """
-    for our_index, their_index in zip(call["inputs"], match["inputs"], strict=False):
-        if our_index < 0 or their_index < 0:
-            continue
+    for our_index, their_index in zip(call.inputs, match.inputs, strict=False):
         our_source, their_source = ours[our_index], theirs[their_index]
-        if (our_source["func"] == "input") != (their_source["func"] == "input"):
-            computed = their_source if our_source["func"] == "input" else our_source
-            return Blame("path", computed["line"], computed["func"])
+        if our_source.is_input != their_source.is_input:
+            computed = their_source if our_source.is_input else our_source
+            return Blame("path", computed.line, computed.func)
     return None
 
 
@@ -113,11 +111,10 @@ def find_different_number(call: CallEntry, matches: Sequence[CallEntry]) -> tupl
         call: Call of one run.
         matches: Corresponding calls of other runs.
     """
-    numbers = call.get("numbers", [])
     for match in matches:
-        for index, (ours, theirs) in enumerate(zip(numbers, match.get("numbers", []), strict=False)):
+        for index, (ours, theirs) in enumerate(zip(call.numbers, match.numbers, strict=False)):
             if ours != theirs:
-                names = call.get("number_names") or match.get("number_names") or []
+                names = call.number_names or match.number_names
                 return (names[index] if index < len(names) else ""), (f"{ours:.6g}", f"{theirs:.6g}")
     return None
 
@@ -134,9 +131,9 @@ def find_needed_calls(calls: Sequence[CallEntry], last_call: int) -> set[int]:
     needed, waiting = set(), [last_call]
     while waiting:
         index = waiting.pop()
-        if index not in needed and 0 <= index < len(calls):
+        if index not in needed:
             needed.add(index)
-            waiting += calls[index]["inputs"]
+            waiting += calls[index].inputs
     return needed
 
 
@@ -173,5 +170,5 @@ def align_calls(
 
 def make_call_key(call: CallEntry) -> tuple[str, str, str]:
     """Return the script line and the function of a call. For an input, also its name and its shape without rows."""
-    detail = f"{call.get('model_tensor', '')} {call['shape'][1:]}" if call["func"] == "input" else ""
-    return call["line"], call["func"], detail
+    detail = f"{call.model_tensor} {call.shape[1:]}" if call.is_input else ""
+    return call.line, call.func, detail

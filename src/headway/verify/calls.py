@@ -16,7 +16,7 @@ import torch
 from headway.common.callsite import Frame
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.core.weights.pieces import is_dtensor
-from headway.verify.record_types import CallEntry, LossEntry
+from headway.verify.record_types import MOST_SUMMED, CallEntry, LossEntry, UpdateRecord
 from headway.verify.script_frames import (
     describe_number,
     describe_tensor,
@@ -26,14 +26,17 @@ from headway.verify.script_frames import (
 )
 from headway.verify.sharded_tensors import get_address
 
+_MOST_COMPARED = 1 << 20
+"""Largest number of values of a model input that is compared with the targets of losses."""
 _MOST_CALLS = 2000
 """Largest number of calls that are recorded for one loss."""
 _MOST_ROWS = 128
 """Largest number of rows that are summarized one by one."""
-_MOST_SUMMED = 1 << 20
-"""Largest number of values from which a summary is computed. Larger tensors are sampled at regular intervals."""
 _MOST_RESULTS = 20_000
 """Largest number of results that are watched in order to find those that stay alive."""
+
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
+"""Irrational factor: the fractional parts of its multiples do not repeat."""
 
 _SCALINGS = frozenset(
     ("mul", "rmul", "div", "truediv", "rtruediv", "true_divide", "add", "radd", "sub", "rsub", "pow", "rpow")
@@ -162,17 +165,17 @@ class CallTrace:
         self.is_recording = False
         self._gradient_names = None  # backward creates new gradients
         self._num_losses += 1
-        entry: LossEntry = {
-            "update": self.update,
-            "loss_call": self._get_call(loss),
-            "value": float(loss.detach().float().mean()),
-            "weight": weight,
-            "reduction": reduction,
-            "line": find_line(),
-            "calls": self._calls,
-        }
+        entry = LossEntry(
+            update=self.update,
+            loss_call=self._get_call(loss),
+            value=float(loss.detach().float().mean()),
+            weight=weight,
+            reduction=reduction,
+            line=find_line(),
+            calls=self._calls,
+        )
         with self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(entry.to_json() + "\n")
         self._calls, self._call_by_tensor, self._model_inputs = [], {}, []
 
     def void_last_loss(self) -> None:
@@ -228,29 +231,22 @@ class CallTrace:
             return
         line = str(Frame.from_frame(frame))
         inputs = list(_list_tensors([list(args), kwargs]))
-        entry: CallEntry = {
-            "line": line,
-            "func": name,
-            "inputs": [self._get_or_add_call(each, line, frame, module) for each in inputs[:12]],
-            **self._summarize_tensor(outputs[0]),
-        }
-        if not outputs[0].requires_grad and any(each.requires_grad for each in inputs):
-            entry["is_cut"] = True
-        numbers = _list_numbers(args, kwargs)
-        if numbers:
-            entry["numbers"] = numbers
-            is_scaling = name.strip("_") in _SCALINGS
-            names = [describe_number(frame, n) if is_scaling and isinstance(n, float) else "" for n in numbers]
-            if any(names):
-                entry["number_names"] = names
-        strings = {key: value for key, value in kwargs.items() if isinstance(value, str)}
-        if strings:
-            entry["strings"] = strings
-        if "loss" in name or "cross_entropy" in name:
-            entry = {**entry, **self._describe_loss(args, kwargs)}
         weight_name = "" if module is None else self._find_name(getattr(module, "weight", None))
-        if weight_name:
-            entry["module_name"] = weight_name.rpartition(".")[0]
+        numbers = _list_numbers(args, kwargs)
+        entry = CallEntry(
+            line=line,
+            func=name,
+            inputs=[self._get_or_add_call(each, line, frame, module) for each in inputs[:12]],
+            shape=_list_sizes(outputs[0]),
+            is_cut=not outputs[0].requires_grad and any(each.requires_grad for each in inputs),
+            numbers=numbers,
+            number_names=_name_numbers(name, numbers, frame),
+            strings={key: value for key, value in kwargs.items() if isinstance(value, str)},
+            module_name=weight_name.rpartition(".")[0],
+        )
+        self._add_row_sums(entry, outputs[0])
+        if "loss" in name or "cross_entropy" in name:
+            self._add_loss_fields(entry, args, kwargs)
         self._calls.append(entry)
         for output in outputs:
             reference = weakref.ref(output)
@@ -258,26 +254,24 @@ class CallTrace:
             if len(self._results) < _MOST_RESULTS:
                 self._results.append(_Result(self.update, line, reference))
 
-    def _describe_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CallEntry:
-        """Return those entries of the record of a call that only loss functions have.
+    def _add_loss_fields(self, entry: CallEntry, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Set those fields of the record of a call that only loss functions have.
 
-        They are `has_class_weights`, `num_labels`, `ignores_labels` and `predicted_input` of `CallEntry`.
+        They are `has_class_weights`, `num_labels`, `ignores_labels` and `predicted_input`.
 
         Args:
+            entry: Record of a call of a loss function, which is changed.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
         """
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-        entry: CallEntry = {"has_class_weights": isinstance(weight, torch.Tensor)}
+        entry.has_class_weights = isinstance(weight, torch.Tensor)
         if isinstance(target, torch.Tensor) and not target.is_floating_point():
-            entry["num_labels"] = int((target != kwargs.get("ignore_index", -100)).sum())
-            entry["ignores_labels"] = entry["num_labels"] < target.numel()
+            entry.num_labels = int((target != kwargs.get("ignore_index", -100)).sum())
+            entry.ignores_labels = entry.num_labels < target.numel()
         elif isinstance(target, torch.Tensor):
-            index = self._find_predicted_input(target)
-            if index >= 0:
-                entry["predicted_input"] = index
-        return entry
+            entry.predicted_input = self._find_predicted_input(target)
 
     def store_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Store a model's inputs, in order to recognize a loss whose target is an input shifted by one step.
@@ -292,14 +286,14 @@ class CallTrace:
             tensors = [each for each in _list_tensors([list(args), kwargs]) if each.is_floating_point()]
             tensors = [each for each in tensors if each.ndim > 1][:4]
             self._model_inputs = [
-                (each.detach(), self._get_call(each)) for each in tensors if each.numel() <= _MOST_SUMMED
+                (each.detach(), self._get_call(each)) for each in tensors if each.numel() <= _MOST_COMPARED
             ]
 
-    def _find_predicted_input(self, target: torch.Tensor) -> int:
+    def _find_predicted_input(self, target: torch.Tensor) -> int | None:
         """Find the model input that equals a loss's target if the input is shifted by one step in the last dimension.
 
-        Return the index of the torch call that made this input; -1 if there is no such input, or no recorded call made
-        it.
+        Return the index of the torch call that made this input. None if there is no such input, or no recorded call
+        made it.
 
         Args:
             target: Target of the loss.
@@ -308,8 +302,8 @@ class CallTrace:
             if tensor.shape != target.shape or tensor.shape[-1] < 3:
                 continue
             if torch.equal(tensor[..., 1:], target[..., :-1]):
-                return index
-        return -1
+                return index if index >= 0 else None
+        return None
 
     def list_alive_results(self, update: int) -> list[tuple[int, str, torch.Tensor]]:
         """Return the results of earlier updates that are still alive, as (update, script line that made it, tensor).
@@ -340,17 +334,14 @@ class CallTrace:
         index = self._get_call(tensor)
         if index >= 0:
             return index
-        entry: CallEntry = {"line": line, "func": "input", "inputs": []}
-        name = self._find_name(tensor) or self._find_replaced_parameter(module, tensor)
-        if name and tensor.requires_grad:
-            # `compare.py` compares the values of parameters.
-            entry = {**entry, "model_tensor": name, "shape": list(tensor.shape)}
-        elif name:
-            # Buffers are summarized, because they can differ between ranks.
-            entry = {**entry, "model_tensor": name, **self._summarize_tensor(tensor)}
-        else:
-            variable = describe_tensor(frame, module, tensor)
-            entry = {**entry, **self._summarize_tensor(tensor), "variable": variable}
+        entry = CallEntry(line=line, func="input", shape=_list_sizes(tensor))
+        entry.model_tensor = self._find_name(tensor) or self._find_replaced_parameter(module, tensor)
+        if not entry.model_tensor:
+            entry.variable = describe_tensor(frame, module, tensor)
+        # Buffers are summarized, because they can differ between ranks. `compare.py` compares the values of parameters.
+        is_parameter = bool(entry.model_tensor) and tensor.requires_grad
+        if not is_parameter:
+            self._add_row_sums(entry, tensor)
         self._calls.append(entry)
         self._call_by_tensor[id(tensor)] = (weakref.ref(tensor), len(self._calls) - 1)
         return len(self._calls) - 1
@@ -392,16 +383,12 @@ class CallTrace:
 
     # ---------------------------------------------------------------- in-place changes
 
-    def take_lines(self) -> dict[str, Any]:
-        """Return the script lines that changed tensors in this update, by field of `UpdateRecord`, and forget them."""
-        lines = {
-            "write_lines": self.write_lines,
-            "unprepared_write_lines": self.unprepared_write_lines,
-            "gradient_lines": self.gradient_lines,
-        }
-        self.write_lines, self.unprepared_write_lines, self.gradient_lines = {}, {}, {}
+    def move_lines(self, update: UpdateRecord) -> None:
+        """Move the script lines that changed tensors in this update into the record of the update."""
+        update.write_lines, self.write_lines = self.write_lines, {}
+        update.unprepared_write_lines, self.unprepared_write_lines = self.unprepared_write_lines, {}
+        update.gradient_lines, self.gradient_lines = self.gradient_lines, {}
         self._num_losses = 0
-        return lines
 
     def _record_change(self, target: Any, func: str) -> None:
         """Record that the script changes a tensor in place: a tensor of any known model, or a gradient.
@@ -432,6 +419,7 @@ class CallTrace:
         return get_address(tensor) in self._gradient_names
 
     def _record_gradient_change(self) -> None:
+        """Record the script line that changes a gradient, and how many backward passes of the update have run before."""
         frame = find_gradient_frame()
         if frame is not None:
             counts = self.gradient_lines.setdefault(str(Frame.from_frame(frame)), [])
@@ -440,37 +428,46 @@ class CallTrace:
 
     # ---------------------------------------------------------------- summaries
 
-    def _summarize_tensor(self, tensor: torch.Tensor) -> CallEntry:
-        """Return the `shape` of a tensor and the `row_sums` of its values, as entries of the record of a call.
+    def _add_row_sums(self, entry: CallEntry, tensor: torch.Tensor) -> None:
+        """Set `row_sums` and `is_sampled` in the record of a call, unless the tensor's values cannot be summed.
 
-        If a tensor has more than `_MOST_ROWS` rows, the rows of each sample are summed together if possible, else all
-        rows. Sparse, quantized, nested, meta and sharded tensors get only their shape.
+        `row_sums` has the shape [groups, 3]: the sum of the values, the sum of their absolute values, and their sum
+        weighted by position. A group is an entry of the first dimension (a row). If there are more than `_MOST_ROWS`
+        rows, a group consists of the rows of one sample if they divide evenly, else of the whole tensor. In groups of
+        more than `MOST_SUMMED` values, only values at regular intervals are summed, and `is_sampled` is True. Sparse,
+        quantized, nested, meta and sharded tensors have no sums.
+
+        Args:
+            entry: Record of the call, which is changed.
+            tensor: Result of the call, or the input that the record describes.
         """
-        shape = list(tensor.shape)
+        num_rows = entry.shape[0] if entry.shape else 0
         if is_dtensor(tensor) and all(each.is_replicate() for each in tensor.placements):
             tensor = get_local_shard(tensor)  # equal on all ranks
         if is_dtensor(tensor) or tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-            return {"shape": shape}
+            return
         with torch.no_grad():
             plain = tensor.detach()
             if plain.is_complex():
-                plain = torch.view_as_real(plain)
+                plain = torch.view_as_real(plain.resolve_conj())
             num_groups = 1
-            if plain.ndim and plain.numel():
-                if 0 < shape[0] <= _MOST_ROWS:
-                    num_groups = shape[0]
-                elif self._num_rows and self._num_rows <= _MOST_ROWS and not shape[0] % self._num_rows:
+            if num_rows and plain.numel():
+                if num_rows <= _MOST_ROWS:
+                    num_groups = num_rows
+                elif self._num_rows and self._num_rows <= _MOST_ROWS and not num_rows % self._num_rows:
                     num_groups = self._num_rows
             values = plain.reshape(num_groups, -1)
-            stride = values.numel() // _MOST_SUMMED + 1
+            stride = -(-values.shape[1] // MOST_SUMMED)
             if stride > 1:
                 values = values[:, ::stride]
             # Values that are not finite get arbitrary numbers, so that they can be compared and written as JSON.
             values = torch.nan_to_num(values.to(torch.float64), nan=7.0, posinf=11.0, neginf=-11.0)
-            # The weights of the positions are a low-discrepancy sequence, so that exchanged values change the sum.
-            weights = torch.arange(values.shape[1], device=values.device, dtype=torch.float64).mul_(0.618).frac_()
+            # No weight of a position repeats, so that exchanged values change the sum.
+            positions = torch.arange(values.shape[1], device=values.device, dtype=torch.float64)
+            weights = positions.mul_(_GOLDEN_RATIO).frac_()
             sums = torch.stack([values.sum(1), values.abs().sum(1), values @ weights], 1)
-            return {"shape": shape, "row_sums": sums.tolist()}
+            entry.row_sums = sums.tolist()
+            entry.is_sampled = stride > 1
 
 
 def _add_line(lines: dict[str, list[str]], name: str) -> None:
@@ -522,3 +519,26 @@ def _list_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:
     """Return the numbers among the arguments of a call, at most six."""
     values = [*args, *kwargs.values()]
     return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)][:6]
+
+
+def _list_sizes(tensor: torch.Tensor) -> list[int]:
+    """Return the shape of a tensor; for a nested tensor, whose other sizes vary, only its number of items."""
+    return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)
+
+
+def _name_numbers(func: str, numbers: list[float], frame: FrameType) -> list[str]:
+    """Return the script's expression for each number argument of a call, such as the name of a variable.
+
+    The expression is "" for an integer, and for a float whose expression is unknown. The list is empty if all
+    expressions are "", or if the function is not in `_SCALINGS`, the functions for which expressions are recorded.
+
+    Args:
+        func: Name of the function. Underscores at its start and end are ignored, as in `mul_`.
+        numbers: Number arguments of the call.
+        frame: Frame of the script that makes the call. Its variables are searched for the numbers.
+    """
+    if func.strip("_") not in _SCALINGS:
+        return []
+    # Integers occur in too many variables to be attributed to one of them.
+    names = [describe_number(frame, each) if isinstance(each, float) else "" for each in numbers]
+    return names if any(names) else []

@@ -97,14 +97,16 @@ def _run_verify(options: VerifyOptions, is_json: bool) -> int:
         runs = session.run()
         verdicts = [shorten_paths(check(runs)) for key, check in PROOFS.items() if key in options.proofs]
         seconds = time.monotonic() - start_time
-        if runs.baseline.rank0_facts.get("uses_compilation"):
+        if runs.baseline.rank0_facts.uses_compilation:
             runs.notes.append("torch.compile is off in these runs, except when memory is measured")
             print(f"headway: {runs.notes[-1]}", file=sys.stderr)
         facts = [each for run in (runs.baseline, runs.several) if run is not None for each in run.facts_by_rank]
-        escaped_files = select_escaped_files([each.get("escaped_files", []) for each in facts])
+        escaped_files = select_escaped_files([each.escaped_files for each in facts])
     code = choose_code(verdicts)
     error = _NOTHING_CHECKED if code == 2 else None
-    if is_json:
+    if not is_json:
+        _print_table(verdicts, escaped_files, seconds)
+    else:
         entries = {
             "error": error,
             "seconds": round(seconds, 1),
@@ -113,17 +115,26 @@ def _run_verify(options: VerifyOptions, is_json: bool) -> int:
             "escaped": escaped_files,
         }
         print(format_json(verdicts, entries))
-    else:
-        print(format_table(verdicts, has_color=sys.stdout.isatty()))
-        if escaped_files:
-            print("\nfiles that the script wrote outside of the scratch folder:")
-            for path in escaped_files:
-                print(f"  {path}")
-        print(f"\n{format_summary(verdicts, seconds)}")
     if error is not None:
         sys.stdout.flush()
         print(f"headway: error: {error}", file=sys.stderr)
     return code
+
+
+def _print_table(verdicts: Sequence[Verdict], escaped_files: Sequence[str], seconds: float) -> None:
+    """Print the table of proofs, the files outside of the scratch folder, and the summary.
+
+    Args:
+        verdicts: Verdicts in the order of the table.
+        escaped_files: Paths of files that the script wrote outside of the scratch folder.
+        seconds: Duration of the verification.
+    """
+    print(format_table(verdicts, has_color=sys.stdout.isatty()))
+    if escaped_files:
+        print("\nfiles that the script wrote outside of the scratch folder:")
+        for path in escaped_files:
+            print(f"  {path}")
+    print(f"\n{format_summary(verdicts, seconds)}")
 
 
 def choose_code(verdicts: Sequence[Verdict]) -> int:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from headway.verify.records import RunRecord, UpdateRecord
+from headway.verify.record_types import UpdateRecord
+from headway.verify.records import RunRecord
 
 FLOOR = 2e-4
 """Smallest tolerance for differences relative to a gradient."""
@@ -76,33 +77,61 @@ def compare_update(reference: RunRecord, other: RunRecord, update: int) -> Diffe
     """
     ours, theirs = reference.gradients(update), other.gradients(update)
     names = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
-    one_sided = tuple(name for name in {**ours, **theirs} if name not in names)
-    squares = {name: _sum_squares(ours[name]) for name in names}
-    gaps = {name: _sum_squares(theirs[name] - ours[name]) for name in names}
-    square = sum(float(ours[name] @ ours[name]) for name in names)
-    size = square**0.5
-    factor = sum(float(ours[name] @ theirs[name]) for name in names) / square if square else 1.0
+    our_square = sum(float(ours[name] @ ours[name]) for name in names)
+    our_norm = our_square**0.5
+    # Factor by which `ours` must be multiplied to come closest to `theirs` (least squares).
+    factor = sum(float(ours[name] @ theirs[name]) for name in names) / our_square if our_square else 1.0
     residual = sum(_sum_squares(theirs[name] - factor * ours[name]) for name in names)
+    gaps = {name: _sum_squares(theirs[name] - ours[name]) for name in names}
     # A gradient that is much smaller than the average consists of rounding errors, so its norm is raised to this one.
-    least_norm = 1e-3 * size / max(1, len(names)) ** 0.5
-
-    before, after, now = reference.values(0), reference.values(update), other.values(update)
-    moved = {name: _sum_squares(after[name] - before[name]) for name in after if name in before and name in now}
-    total_moved = sum(moved.values())
-    shifts = {name: _sum_squares(now[name] - after[name]) for name in moved if now[name].shape == after[name].shape}
-    total_shift = sum(shifts.values())
-    least_distance = 1e-3 * (total_moved / max(1, len(moved))) ** 0.5
+    # The floor comes first, because `max` then also replaces NaN.
+    least_norm = max(1e-30, 1e-3 * our_norm / max(1, len(names)) ** 0.5)
+    norms = {name: max(_sum_squares(ours[name]) ** 0.5, least_norm) for name in names}
+    movement, movement_by_name = _compare_movement(reference.values(0), reference.values(update), other.values(update))
     return Difference(
         update=update,
-        gradient=sum(gaps.values()) ** 0.5 / size if size else float(any(gaps.values())),
-        movement=(total_shift / total_moved) ** 0.5 if total_moved else float(bool(total_shift)),
-        gradient_by_name={name: gaps[name] ** 0.5 / max(squares[name] ** 0.5, least_norm, 1e-30) for name in names},
-        movement_by_name={
-            name: shift**0.5 / max(moved[name] ** 0.5, least_distance, 1e-30) for name, shift in shifts.items()
-        },
+        gradient=sum(gaps.values()) ** 0.5 / our_norm if our_norm else float(any(gaps.values())),
+        movement=movement,
+        gradient_by_name={name: gap**0.5 / norms[name] for name, gap in gaps.items()},
+        movement_by_name=movement_by_name,
         factor=factor,
-        residual=residual**0.5 / max(size * abs(factor), 1e-30),
-        one_sided=one_sided,
+        residual=residual**0.5 / max(our_norm * abs(factor), 1e-30),
+        one_sided=tuple(name for name in {**ours, **theirs} if name not in names),
+    )
+
+
+class _Movement(NamedTuple):
+    """Difference of parameters between two runs, relative to the distance that the parameters have moved.
+
+    Attributes:
+        total: Difference of all parameters together.
+        by_name: Difference of each parameter, by name.
+    """
+
+    total: float
+    by_name: dict[str, float]
+
+
+def _compare_movement(
+    initial_values: Mapping[str, Any], ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> _Movement:
+    """Return the difference of parameters between two runs, relative to how far they have moved in the first run.
+
+    Args:
+        initial_values: Parameters before the first update, as flat arrays by name.
+        ours: Parameters of the first run after an update.
+        theirs: Parameters of the other run after this update. Those of another shape are not compared.
+    """
+    names = [name for name in ours if name in initial_values and name in theirs]
+    distances = {name: _sum_squares(ours[name] - initial_values[name]) for name in names}
+    gaps = {name: _sum_squares(theirs[name] - ours[name]) for name in names if theirs[name].shape == ours[name].shape}
+    total_distance, total_gap = sum(distances.values()), sum(gaps.values())
+    # A parameter that has hardly moved differs mainly by rounding errors, so its distance is raised to 1e-3 of the RMS
+    # distance.
+    least_distance = max(1e-3 * (total_distance / max(1, len(distances))) ** 0.5, 1e-30)
+    return _Movement(
+        (total_gap / total_distance) ** 0.5 if total_distance else float(bool(total_gap)),
+        {name: gap**0.5 / max(distances[name] ** 0.5, least_distance) for name, gap in gaps.items()},
     )
 
 
@@ -188,7 +217,7 @@ def estimate_tolerance(reference: RunRecord, reordered: RunRecord | None, update
 def _list_formats(reference: RunRecord) -> list[str]:
     """Return the number formats of a run: its mixed precision, and the dtypes of its parameters."""
     facts = reference.rank0_facts
-    return [facts.get("mixed_precision", "no"), *facts.get("trainable_dtypes", ())]
+    return [facts.mixed_precision, *facts.trainable_dtypes]
 
 
 def _is_order_meaningful(reference: RunRecord, reordered: RunRecord) -> bool:

@@ -66,6 +66,14 @@ class DiscardWatch:
         self._batches, self._cleared = set(), None
 
     def _wrap_zero_grad(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `zero_grad` that also records whether it clears gradients of micro-batches that no update has used yet.
+
+        Only calls that the script makes are recorded.
+
+        Args:
+            zero_grad: Method of the optimizer or of the model.
+        """
+
         def clear_and_record(*args: Any, **kwargs: Any) -> Any:
             line = find_line() if self._batches else ""
             had_gradients = bool(line) and self._has_gradients()

@@ -89,6 +89,13 @@ class SharedDraws(TorchFunctionMode):
         return result
 
     def _call_draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a torch function. If it draws random numbers, let all ranks share the draw, unless draws are only recorded.
+
+        Args:
+            func: Function to call.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
         name = getattr(func, "__name__", "")
         if name in _DROPOUTS:
             return self._call_dropout(func, args, kwargs)
@@ -108,20 +115,21 @@ class SharedDraws(TorchFunctionMode):
 
     def _call_dropout(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a dropout function, with a rate of 0 if draws are shared."""
-        rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        is_active = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        rate = _read_argument(args, kwargs, "p", 1, default=0.5)
+        is_active = kwargs.get("training", _read_argument(args, kwargs, "train", 2, default=True))
         if not (rate and is_active):
             return func(*args, **kwargs)
         self.num_dropout_calls += 1  # also without gradients, because a teacher's outputs are part of the loss
         if not self._shares:
             return func(*args, **kwargs)
-        flag = "train" if func is torch.dropout else "training"
+        # Functions of torch itself, such as torch.alpha_dropout, have another name for it than those of torch.nn.functional.
+        flag = "train" if func is getattr(torch, func.__name__, None) else "training"
         options = {flag: True, **{name: value for name, value in kwargs.items() if name == "inplace"}}
-        return func(args[0], p=0.0, **options)
+        return func(_read_argument(args, kwargs, "input", 0), p=0.0, **options)
 
     def _call_attention(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `scaled_dot_product_attention`, with a dropout rate of 0 if draws are shared."""
-        rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        rate = _read_argument(args, kwargs, "dropout_p", 4, default=0.0)
         if rate:
             self.num_dropout_calls += 1
             if self._shares and len(args) > 4:
@@ -159,23 +167,50 @@ class SharedDraws(TorchFunctionMode):
         self._num_draws += 1
         # Each draw of a batch has its own seed. The factors are arbitrary primes that keep the seeds apart.
         generator = torch.Generator().manual_seed((place.seed * 1_000_003 + self._num_draws * 7919) % (1 << 62))
-        per_row = result.shape[0] // place.num_rows
-        drawn = torch.empty((place.total_rows * per_row, *result.shape[1:]), dtype=torch.float32)
+        # A sample can have several rows in the result, such as one for each token.
+        rows_per_sample = result.shape[0] // place.num_rows
+        global_values = torch.empty((place.total_rows * rows_per_sample, *result.shape[1:]), dtype=torch.float32)
         with torch.no_grad():
-            _fill_shared(name, drawn, args, kwargs, generator)
-            start = place.first_row * per_row
-            rows = drawn[start : start + place.num_rows * per_row]
+            _fill_shared(name, global_values, args, kwargs, generator)
+            start = place.first_row * rows_per_sample
+            rows = global_values[start : start + place.num_rows * rows_per_sample]
             if self._reverses:
-                rows = rows.view(place.num_rows, per_row, *rows.shape[1:]).flip(0).reshape(rows.shape)
+                rows = rows.view(place.num_rows, rows_per_sample, *rows.shape[1:]).flip(0).reshape(rows.shape)
             if name.startswith("bernoulli"):
-                rate = args[0] if name == "bernoulli" else kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-                rows = (rows.to(result.device) < rate).to(result.dtype)
+                rows = (rows.to(result.device) < _read_bernoulli_rate(name, args, kwargs)).to(result.dtype)
             result.copy_(rows)
         return result
 
 
+def _read_argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int, default: Any = None) -> Any:
+    """Return an argument of a call that can be passed by name or by position.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        name: Name of the argument.
+        index: Position of the argument.
+        default: Value if the call does not pass the argument. Default: None.
+    """
+    return kwargs.get(name, args[index] if len(args) > index else default)
+
+
+def _read_bernoulli_rate(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the probability of drawing 1, as a number or a tensor, that a Bernoulli draw requests.
+
+    Args:
+        name: "bernoulli", whose input contains the probabilities unless `p` is passed, or "bernoulli_".
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
+    rate = _read_argument(args, kwargs, "p", 1)
+    if rate is not None:
+        return rate
+    return _read_argument(args, kwargs, "input", 0) if name == "bernoulli" else 0.5
+
+
 def _fill_shared(
-    name: str, drawn: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator
+    name: str, values: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator
 ) -> None:
     """Fill a tensor for the global batch with random numbers from the distribution that the call requested.
 
@@ -183,7 +218,7 @@ def _fill_shared(
 
     Args:
         name: Name of the function that draws random numbers.
-        drawn: Tensor to fill.
+        values: Tensor to fill.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         generator: Generator to draw from.
@@ -191,18 +226,18 @@ def _fill_shared(
     if name in NORMAL:
         mean, deviation = 0.0, 1.0
         if name == "normal_":
-            mean = kwargs.get("mean", args[1] if len(args) > 1 else 0.0)
-            deviation = kwargs.get("std", args[2] if len(args) > 2 else 1.0)
-        drawn.normal_(mean, deviation, generator=generator)
+            mean = _read_argument(args, kwargs, "mean", 1, default=0.0)
+            deviation = _read_argument(args, kwargs, "std", 2, default=1.0)
+        values.normal_(mean, deviation, generator=generator)
     elif name in INTEGER:
         low, high = _read_range(name, args, kwargs)
-        drawn.random_(low, high, generator=generator)
+        values.random_(low, high, generator=generator)
     else:
         least, most = 0.0, 1.0
         if name == "uniform_":
-            least = kwargs.get("from", args[1] if len(args) > 1 else 0.0)
-            most = kwargs.get("to", args[2] if len(args) > 2 else 1.0)
-        drawn.uniform_(least, most, generator=generator)
+            least = _read_argument(args, kwargs, "from", 1, default=0.0)
+            most = _read_argument(args, kwargs, "to", 2, default=1.0)
+        values.uniform_(least, most, generator=generator)
 
 
 def _read_range(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:

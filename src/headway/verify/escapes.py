@@ -34,6 +34,12 @@ class EscapeWatch:
         return list(self._files)
 
     def _handle_event(self, event: str, args: tuple[Any, ...]) -> None:
+        """Record the path that an audit event of Python writes, creates, renames or deletes.
+
+        Args:
+            event: Name of the event, such as "open".
+            args: Arguments of the event.
+        """
         if event == "open":
             path, mode, flags = args
             if not isinstance(path, str | bytes) or not _is_writing(mode, flags):
@@ -81,6 +87,7 @@ def _is_writing(mode: Any, flags: Any) -> bool:
 
 
 def _list_system_folders() -> list[str]:
+    """Return the folders whose changes are not reported: those of the system, and the user's cache."""
     home = os.path.expanduser("~")
     return ["/dev", "/proc", "/sys", os.path.join(home, ".cache")]
 

@@ -40,7 +40,7 @@ def sample_values(tensor: torch.Tensor) -> "numpy.ndarray[Any, Any]":
     """
     flat = tensor.detach().reshape(-1)
     if flat.dtype.is_complex:
-        flat = torch.view_as_real(flat).reshape(-1)
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     values = flat.to(torch.float64)
     if len(flat) > MOST_VALUES:
         # An odd stride reaches all columns of a matrix whose width is a power of two.
@@ -48,6 +48,14 @@ def sample_values(tensor: torch.Tensor) -> "numpy.ndarray[Any, Any]":
         totals = torch.stack([values.norm(), values.sum()])
         values = torch.cat([values[::stride][:MOST_VALUES], totals])
     return values.to(torch.float32).cpu().numpy()
+
+
+def measure_norm(tensor: torch.Tensor) -> float:
+    """Return the Euclidean norm of a real or complex tensor, computed in float64."""
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return float(values.to(torch.float64).norm())
 
 
 # -------------------------------------------------------------------- batches
@@ -124,7 +132,11 @@ def reverse_rows(tree: Any, num_rows: int) -> Any:
     Everything else is unchanged, such as tensors whose first dimension is not `num_rows`.
     """
     if isinstance(tree, torch.Tensor):
-        return tree.flip(0) if tree.ndim and tree.shape[0] == num_rows else tree
+        if not tree.ndim or tree.shape[0] != num_rows:
+            return tree
+        if tree.is_nested:
+            return torch.nested.as_nested_tensor(list(reversed(tree.unbind())), layout=tree.layout)
+        return tree.flip(0)
     if isinstance(tree, Mapping):
         return _rebuild_mapping(tree, {key: reverse_rows(tree[key], num_rows) for key in tree})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

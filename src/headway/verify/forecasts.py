@@ -44,8 +44,8 @@ def read_forecast(record: RunRecord) -> tuple[MemoryForecast | None, str]:
     if record.code != 0:
         return None, _find_reason(text)
     try:
-        # The script can print text before the JSON object, which begins with a line that is only "{".
-        entries: dict[str, Any] = json.loads(text[f"\n{text}".rindex("\n{\n") :])
+        # The script can print text before and after the JSON object, which begins with a line that is only "{".
+        entries: dict[str, Any] = json.JSONDecoder().raw_decode(text[f"\n{text}".rindex("\n{\n") :])[0]
     except ValueError:
         return None, "the forecast printed no result"
     return (

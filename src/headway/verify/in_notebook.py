@@ -21,7 +21,8 @@ from headway.core.config.values import check_file_value
 from headway.core.training.run import Run
 from headway.errors import ConfigError
 from headway.launch import machine
-from headway.launch.plan import Program, make_plan
+from headway.launch.order import Program
+from headway.launch.plan import make_plan
 from headway.verify.command import choose_code
 from headway.verify.proofs import PROOFS
 from headway.verify.runs import ScriptCommand
@@ -99,16 +100,7 @@ def verify_function(
         OptionalDependencyMissing: If cloudpickle is not installed.
     """
     cloudpickle = require("cloudpickle", "accelerator.verify needs", "cloudpickle")
-    if run.runtime.world_size > 1:
-        raise ConfigError(
-            "accelerator.verify starts processes itself: call it in a notebook or in a script on one process"
-        )
-    if not callable(function):
-        raise ConfigError(f"accelerator.verify got {function!r}; give the function itself: accelerator.verify(train)")
-    if isinstance(args, str) or not isinstance(args, Sequence):
-        raise ConfigError(f"accelerator.verify got args={args!r}; give a tuple of arguments: args=({args!r},)")
-    if num_processes < 2:
-        raise ConfigError(f"verify compares one process with several; num_processes={num_processes} must be at least 2")
+    _check_arguments(run, function, args, num_processes)
     keys = _choose_proofs(only, skip, strategy)
     environment = env.copy_variables()
     this_machine = machine.inspect_machine(environment)
@@ -148,6 +140,27 @@ def verify_function(
         result = FunctionProofs(verdicts, time.monotonic() - start_time)
     print(*notes, result.describe(), sep="\n")
     return result
+
+
+def _check_arguments(run: Run, function: Any, args: Any, num_processes: int) -> None:
+    """Raise `ConfigError` if arguments of `verify_function` are invalid, or if `run` has several processes.
+
+    Args:
+        run: Run of the Accelerator in the notebook.
+        function: Value that must be callable.
+        args: Value that must be a sequence of positional arguments, but no string.
+        num_processes: Value that must be at least 2.
+    """
+    if run.runtime.world_size > 1:
+        raise ConfigError(
+            "accelerator.verify starts processes itself: call it in a notebook or in a script on one process"
+        )
+    if not callable(function):
+        raise ConfigError(f"accelerator.verify got {function!r}; give the function itself: accelerator.verify(train)")
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ConfigError(f"accelerator.verify got args={args!r}; give a tuple of arguments: args=({args!r},)")
+    if num_processes < 2:
+        raise ConfigError(f"verify compares one process with several; num_processes={num_processes} must be at least 2")
 
 
 def _check_setting(name: str, value: Any) -> SettingValue:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headway.core.data.loader import PreparedLoader
-from headway.core.data.sampling.order import LoadingRules
+from headway.core.data.loading_rules import LoadingRules
 from headway.core.data.sampling.shard import RankBatch
 from headway.core.runtime.seed import mix_seed
 from headway.core.training.prepared.scheduler import StepsPerMicroBatch, StepsPerProcess
@@ -62,7 +62,7 @@ class LoaderRecorder:
         Args:
             preparation: Object that prepares the Accelerator's loaders. Its `prepare_loader` is replaced.
         """
-        self._facts["uses_accelerate_rules"] = type(preparation.behavior.loading_rules) is not LoadingRules
+        self._facts.uses_accelerate_rules = type(preparation.behavior.loading_rules) is not LoadingRules
         num_shards = self._run.strategy.data_shard.count
         splits_batches = self._request.splits_batches and num_shards > 1
         prepare = preparation.prepare_loader
@@ -73,7 +73,7 @@ class LoaderRecorder:
             if batch_size is None:
                 return prepare(loader, place)
             if batch_size % num_shards:
-                self._facts["indivisible_batch_size"] = batch_size
+                self._facts.indivisible_batch_size = batch_size
                 return prepare(loader, place)
             return prepare_split(loader, place)
 
@@ -143,7 +143,7 @@ class LoaderRecorder:
             versions = list_versions(loader.dataset)
             changed = [name for name, version in versions.items() if version != first_versions.get(name)]
             if changed:
-                self._facts["changed_dataset_tensors"].setdefault(str(number), changed)
+                self._facts.changed_dataset_tensors.setdefault(str(number), changed)
             self.num_fetched += 1
             if share.num_rows:
                 self._add_hashes(entry, batch, share)
@@ -182,7 +182,7 @@ class LoaderRecorder:
             length = len(loader.dataset)  # type: ignore[arg-type]
         except (TypeError, AttributeError, NotImplementedError):
             length = -1
-        self._facts["loaders"].setdefault(
+        self._facts.loaders.setdefault(
             str(number),
             {
                 "dataset": type(loader.dataset).__name__,
@@ -209,7 +209,7 @@ class LoaderRecorder:
         Return None outside of a batch.
         """
         run = self._run
-        active = run.events.active_loaders
+        active = run.windows.reads.active_loaders
         if not active or not self.num_fetched:
             return None
         share = active[-1].pass_position.rank_batch
@@ -236,7 +236,7 @@ class LoaderRecorder:
         last one is kept if no pass is active: the script ended the pass right after the batch, as `next(iter(loader))`
         does.
         """
-        active, pending = self._run.events.active_loaders, self._pending
+        active, pending = self._run.windows.reads.active_loaders, self._pending
         self._pending = []
         if not active:
             return [pending[-1][1]] if pending else []

@@ -45,7 +45,8 @@ Relation = Literal[
 - "mean", "sum": The whole result is the mean or the sum of the parts' results.
 - "weighted": It is their mean, weighted by the loss weights that the script passed.
 - "unknown": The results cannot be compared.
-- "mixed": The result is square, which means that each row of a part was combined with the part's other rows.
+- "mixed": The result is a matrix with a size that grows with the number of rows in both dimensions, such as
+    similarities. Each row of a part was combined with the part's other rows.
 - "other value": The shapes are equal, but the whole result is none of the above.
 - "other rows": The whole result does not consist of the rows of the parts.
 """
@@ -71,7 +72,7 @@ def blame_parts(
     for index, whole_loss in enumerate(whole):
         part_losses = [losses[index] for losses in parts if index < len(losses)]
         if len(part_losses) < len(parts):
-            return Blame("path", whole_loss["line"], "backward")
+            return Blame("path", whole_loss.line, "backward")
         comparison = _PartComparison(whole_loss, part_losses, tolerance)
         blame = comparison.compare_calls()
         if blame is not None:
@@ -100,12 +101,12 @@ class _PartComparison:
         self._whole = whole
         self._parts = parts
         self._tolerance = tolerance
-        self._calls = whole["calls"]
-        self._pairs = align_calls(self._calls, [each["calls"] for each in parts])
-        self._needed = find_needed_calls(self._calls, whole["loss_call"])
+        self._calls = whole.calls
+        self._pairs = align_calls(self._calls, [each.calls for each in parts])
+        self._needed = find_needed_calls(self._calls, whole.loss_call)
         self._relations: dict[int, Relation] = {}
         """Relation of each examined call, by its index on the whole batch."""
-        weights = [each["weight"] for each in parts if each["weight"] is not None]
+        weights = [each.weight for each in parts if each.weight is not None]
         self._weights = weights if len(weights) == len(parts) else None
 
     def compare_calls(self) -> Blame | None:
@@ -117,8 +118,8 @@ class _PartComparison:
             call = self._calls[index]
             if matches is None:
                 self._relations[index] = "unknown"
-                if index in self._needed and call["func"] != "input":
-                    return Blame("path", call["line"], call["func"])
+                if index in self._needed and not call.is_input:
+                    return Blame("path", call.line, call.func)
                 continue
             relation = self._relations[index] = self._find_relation(index, call, matches)
             if index in self._needed and relation not in _EXPECTED:
@@ -136,16 +137,16 @@ class _PartComparison:
         of elements then agree as closely as rounding allows, although their gradients differ. So `compare_calls` cannot
         find such a mean. This method compares the numbers of elements instead of the means.
         """
-        if self._weights is not None or self._whole["reduction"] == "sum":
+        if self._weights is not None or self._whole.reduction == "sum":
             return None
         for index, matches in self._pairs:
             call = self._calls[index]
             if matches is None or index not in self._needed or self._relations.get(index) not in ("mean", "same"):
                 continue
-            if len({each.get("num_labels") for each in matches}) > 1 and not call["shape"]:
-                return _explain_reduction(call, call["line"])
-            if call["func"] in _DIVISIONS and self._has_uneven_divisor(call, matches):
-                return Blame("count", call["line"], call["func"])
+            if len({each.num_labels for each in matches}) > 1 and not call.shape:
+                return _explain_reduction(call, call.line)
+            if call.func in _DIVISIONS and self._has_uneven_divisor(call, matches):
+                return Blame("count", call.line, call.func)
         return None
 
     def _has_uneven_divisor(self, call: CallEntry, matches: Sequence[CallEntry]) -> bool:
@@ -155,12 +156,15 @@ class _PartComparison:
             call: Division on the whole batch.
             matches: Corresponding division on each part of the batch.
         """
-        if any(len(each["inputs"]) != 2 or each["inputs"][1] < 0 for each in (call, *matches)):
+        if any(len(each.inputs) != 2 for each in (call, *matches)):
             return False
-        divisor = call["inputs"][1]
-        if self._relations.get(divisor) != "sum" or self._calls[divisor]["shape"]:
+        _, divisor_index = call.inputs
+        if self._relations.get(divisor_index) != "sum" or self._calls[divisor_index].shape:
             return False
-        counts = [loss["calls"][each["inputs"][1]]["row_sums"] for loss, each in zip(self._parts, matches, strict=True)]
+        counts = []
+        for loss, match in zip(self._parts, matches, strict=True):
+            _, part_divisor_index = match.inputs
+            counts.append(loss.calls[part_divisor_index].row_sums)
         return not all(self._are_rows_close(counts[0], each) for each in counts)
 
     # ---------------------------------------------------------------- relations
@@ -173,38 +177,45 @@ class _PartComparison:
             call: Call on the whole batch.
             matches: Corresponding call on each part of the batch.
         """
-        inputs = [self._relations.get(each, "unknown") for each in call["inputs"] if each < index]
+        inputs = [self._relations[each] for each in call.inputs]
         is_constructed = bool(inputs) and all(each == "constructed" for each in inputs)
-        if call["func"] in _CONSTRUCTED or (is_constructed and call["func"] not in RANDOM_CALLS):
+        if call.func in _CONSTRUCTED or (is_constructed and call.func not in RANDOM_CALLS):
             return "constructed"
-        if call.get("model_tensor") and "row_sums" not in call:
+        if call.model_tensor and not call.row_sums:
             return "same"  # a parameter, whose values `compare.py` compares
-        if any("row_sums" not in each for each in (call, *matches)):
+        if not all(each.row_sums for each in (call, *matches)) or not _have_comparable_sums([call, *matches]):
             return "unknown"
         relation = self._compare_results(call, matches)
-        # A difference can come from an input that could not be compared.
-        return "unknown" if relation not in _EXPECTED and relation != "mixed" and "unknown" in inputs else relation
+        if relation in ("other value", "other rows") and "unknown" in inputs:
+            return "unknown"  # the difference can come from an input that could not be compared
+        return relation
 
     def _compare_results(self, call: CallEntry, matches: Sequence[CallEntry]) -> Relation:
         """Return how a call's recorded result on the whole batch relates to its recorded results on the parts."""
-        whole, shapes = call["shape"], [each["shape"] for each in matches]
-        if all(shape == whole for shape in shapes):
+        whole_shape, shapes = call.shape, [each.shape for each in matches]
+        if all(shape == whole_shape for shape in shapes):
             return self._compare_equal_shapes(call, matches)
-        if not whole or not all(shape and len(shape) == len(whole) for shape in shapes):
+        if not whole_shape or not all(shape and len(shape) == len(whole_shape) for shape in shapes):
             return "unknown"
-        num_rows = sum(shape[0] for shape in shapes)
-        if num_rows == whole[0] and all(shape[1:] == whole[1:] for shape in shapes):
-            return "rows" if self._has_rows_of_parts(call, matches) else "other rows"
-        # For example, (8, 8) on the whole batch, and (4, 4) on each of two parts.
-        if num_rows == whole[0] and len(whole) == 2 and all(s[1] * whole[0] == whole[1] * s[0] for s in shapes):
-            return "mixed"
+        if sum(shape[0] for shape in shapes) == whole_shape[0]:
+            if all(shape[1:] == whole_shape[1:] for shape in shapes):
+                return "rows" if self._has_rows_of_parts(call, matches) else "other rows"
+            # Matrices whose two sizes shrink alike: (8, 8) on the whole batch, and (4, 4) on each of two parts.
+            if len(whole_shape) == 2 and all(
+                num_columns * whole_shape[0] == whole_shape[1] * num_rows for num_rows, num_columns in shapes
+            ):
+                return "mixed"
         # The rows can be in another dimension than the first one. Then only the sums over all elements are compared.
-        if sum(map(prod, shapes)) == prod(whole):
+        if sum(map(prod, shapes)) == prod(whole_shape):
             return "rows" if self._are_sums_close(_sum_rows([call]), _sum_rows(matches)) else "other rows"
         return "unknown"
 
     def _compare_equal_shapes(self, call: CallEntry, matches: Sequence[CallEntry]) -> Relation:
-        whole, parts = call["row_sums"], [each["row_sums"] for each in matches]
+        """Return the relation of results that have equal shapes on the whole batch and on all parts."""
+        whole, parts = call.row_sums, [each.row_sums for each in matches]
+        if any(len(each) != len(whole) for each in parts):
+            # The rows of large tensors are summed in as many groups as the batch has rows. Only their totals are comparable.
+            whole, parts = [_sum_rows([call])], [[_sum_rows([each])] for each in matches]
         if all(self._are_rows_close(whole, each) for each in parts):
             return "same"
         if self._are_rows_close(whole, _combine_parts(parts, [1 / len(parts)] * len(parts))):
@@ -227,9 +238,9 @@ class _PartComparison:
 
         If the rows were not recorded one by one, only their totals are compared.
         """
-        rows = [row for each in matches for row in each["row_sums"]]
-        if len(rows) == len(call["row_sums"]) == call["shape"][0]:
-            return self._are_rows_close(call["row_sums"], rows)
+        rows = [row for each in matches for row in each.row_sums]
+        if len(rows) == len(call.row_sums) == call.shape[0]:
+            return self._are_rows_close(call.row_sums, rows)
         return self._are_sums_close(_sum_rows([call]), _sum_rows(matches))
 
     def _are_rows_close(self, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> bool:
@@ -260,16 +271,16 @@ class _PartComparison:
             call: Call on the whole batch.
             matches: Corresponding call on each part of the batch.
         """
-        func, line = call["func"], call["line"]
+        func, line = call.func, call.line
         path = self._find_other_path(call, matches)
         if path is not None:
             return path
         if func == "input":
-            kind = "buffer" if call.get("model_tensor") else "tensor"
-            return Blame(kind, line, func, call.get("model_tensor") or call.get("variable", ""))
+            kind = "buffer" if call.model_tensor else "tensor"
+            return Blame(kind, line, func, call.model_tensor or call.variable)
         different = find_different_number(call, matches)
         is_loss = any(each in func for each in _LOSSES)
-        if is_loss and (index == self._whole["loss_call"] or different is None):
+        if is_loss and (index == self._whole.loss_call or different is None):
             return _explain_reduction(call, line)
         if different is not None and func in _SCALINGS:
             return Blame("number", line, func, *different)
@@ -285,13 +296,11 @@ class _PartComparison:
             matches: Corresponding call on each part of the batch.
         """
         for loss, match in zip(self._parts, matches, strict=True):
-            for whole_index, part_index in zip(call["inputs"], match["inputs"], strict=False):
-                if whole_index < 0 or part_index < 0:
-                    continue
-                source, part_source = self._calls[whole_index], loss["calls"][part_index]
-                is_input = "input" in (source["func"], part_source["func"])
+            for whole_index, part_index in zip(call.inputs, match.inputs, strict=False):
+                source, part_source = self._calls[whole_index], loss.calls[part_index]
+                is_input = source.is_input or part_source.is_input
                 if make_call_key(source) != make_call_key(part_source) and not is_input:
-                    return Blame("path", part_source["line"], part_source["func"])
+                    return Blame("path", part_source.line, part_source.func)
         return None
 
     def _explain_operation(self, relation: Relation, index: int, call: CallEntry) -> Blame:
@@ -302,9 +311,9 @@ class _PartComparison:
             index: Index of the call on the whole batch.
             call: Call on the whole batch.
         """
-        func, line = call["func"], call["line"]
+        func, line = call.func, call.line
         if func in _NORMS:
-            return Blame("norm", line, func, call.get("module_name", ""))
+            return Blame("norm", line, func, call.module_name)
         if func in RANDOM_CALLS or "dropout" in func:
             return Blame("draw", line, func)
         if func in _SELECTIONS:
@@ -313,9 +322,9 @@ class _PartComparison:
             return Blame("mixes", line, func)
         if relation == "other value" and func in _DIVISIONS:
             return Blame("count", line, func)
-        for each in call["inputs"]:  # look for an input that is a statistic over all rows of a part
-            if 0 <= each < index and self._relations.get(each) in ("mean", "sum", "other value"):
-                return Blame("statistic", self._calls[each]["line"], self._calls[each]["func"])
+        for each in call.inputs:  # look for an input that is a statistic over all rows of a part
+            if self._relations[each] in ("mean", "sum", "other value"):
+                return Blame("statistic", self._calls[each].line, self._calls[each].func)
         return Blame("statistic" if relation == "other value" else "mixes", line, func)
 
     def _compare_losses(self) -> Blame | None:
@@ -324,36 +333,33 @@ class _PartComparison:
         The mean is weighted if the script passed loss weights. Return None also if the script passed
         `reduction="sum"`, or if there is only one part.
         """
-        whole, parts = self._whole["value"], [each["value"] for each in self._parts]
-        if self._whole["reduction"] == "sum" or len(parts) < 2:
+        whole, parts = self._whole.value, [each.value for each in self._parts]
+        if self._whole.reduction == "sum" or len(parts) < 2:
             return None
-        loss_call: CallEntry = self._calls[self._whole["loss_call"]] if self._whole["loss_call"] >= 0 else {}
-        line = loss_call.get("line") or self._whole["line"]
+        loss_call = self._calls[self._whole.loss_call] if self._whole.loss_call >= 0 else None
+        line, func = (self._whole.line, "backward") if loss_call is None else (loss_call.line, loss_call.func)
         limit = self._tolerance * max(abs(whole), 1e-12)
         if self._weights is None and abs(sum(parts) - whole) < limit:
             reduction = self._find_reduction()
-            return Blame("sum", reduction.get("line", line), reduction.get("func", "backward"))
+            return Blame("sum", line, "backward") if reduction is None else Blame("sum", reduction.line, reduction.func)
         shares = self._compute_weight_shares() or [1 / len(parts)] * len(parts)
         mean = sum(share * each for share, each in zip(shares, parts, strict=True))
         if abs(mean - whole) > 2 * limit:
             reduction = self._find_reduction()
-            if reduction:
-                return _explain_reduction(reduction, reduction["line"])
-            return Blame("count", line, loss_call.get("func", "backward"))
+            if reduction is not None:
+                return _explain_reduction(reduction, reduction.line)
+            return Blame("count", line, func)
         return None
 
-    def _find_reduction(self) -> CallEntry:
-        """Return the last torch call behind the loss that reduces a tensor to a scalar.
-
-        Return an empty dict if there is no such call.
-        """
+    def _find_reduction(self) -> CallEntry | None:
+        """Return the last torch call behind the loss that reduces a tensor to a scalar, or None."""
         for index in reversed(range(len(self._calls))):
             call = self._calls[index]
-            if index not in self._needed or call["func"] == "input" or call.get("shape"):
+            if index not in self._needed or call.is_input or call.shape:
                 continue
-            if any(0 <= each < index and self._calls[each].get("shape") for each in call["inputs"]):
+            if any(self._calls[each].shape for each in call.inputs):
                 return call
-        return {}
+        return None
 
 
 def _explain_reduction(call: CallEntry, line: str) -> Blame:
@@ -363,28 +369,39 @@ def _explain_reduction(call: CallEntry, line: str) -> Blame:
         call: Call that computes the loss or reduces it to a scalar.
         line: Line of the script to report.
     """
-    if call.get("strings", {}).get("reduction") == "sum":
-        return Blame("sum", line, call["func"])
-    if call.get("has_class_weights"):
-        return Blame("classes", line, call["func"])
-    if call.get("ignores_labels"):
-        return Blame("tokens", line, call["func"])
-    return Blame("count", line, call["func"])
+    if call.strings.get("reduction") == "sum":
+        return Blame("sum", line, call.func)
+    if call.has_class_weights:
+        return Blame("classes", line, call.func)
+    if call.ignores_labels:
+        return Blame("tokens", line, call.func)
+    return Blame("count", line, call.func)
 
 
 def _combine_parts(parts: Sequence[Sequence[Sequence[float]]], factors: Sequence[float]) -> list[list[float]]:
     """Return the weighted sum of all parts' recorded sums, separately for each row.
 
     Args:
-        parts: For each part, the three recorded sums of each row (`CallEntry.row_sums`).
+        parts: For each part, the recorded sums of each row (`CallEntry.row_sums`).
         factors: Weight of each part.
     """
-    return [
-        [sum(factor * rows[row][k] for factor, rows in zip(factors, parts, strict=True)) for k in range(3)]
-        for row in range(len(parts[0]))
-    ]
+    combined: list[list[float]] = []
+    for row_of_parts in zip(*parts, strict=False):  # the sums of one row, for each part
+        weighted = [[factor * each for each in sums] for factor, sums in zip(factors, row_of_parts, strict=True)]
+        combined.append([sum(terms) for terms in zip(*weighted, strict=True)])
+    return combined
+
+
+def _have_comparable_sums(calls: Sequence[CallEntry]) -> bool:
+    """Whether the recorded sums of several results contain the same values of each row.
+
+    Rows of different lengths are sampled at different positions.
+    """
+    if not any(each.is_sampled for each in calls):
+        return True
+    return len({prod(each.shape) // len(each.row_sums) for each in calls}) == 1
 
 
 def _sum_rows(calls: Sequence[CallEntry]) -> list[float]:
     """Return the sum of all values, and the sum of their absolute values, over all rows of all calls' results."""
-    return [sum(row[k] for call in calls for row in call["row_sums"]) for k in range(2)]
+    return [sum(row[k] for call in calls for row in call.row_sums) for k in range(2)]

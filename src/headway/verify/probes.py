@@ -5,7 +5,7 @@ row, and outputs of real tokens must not depend on padding. Outputs of a languag
 The model is called in evaluation mode, without gradients.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.verify.calls import get_function_name
 from headway.verify.fingerprints import walk_tensors
+from headway.verify.probe_tensors import are_labels, change_values, find_labels, is_mask, is_positions, replace_tensor
 from headway.verify.record_types import LeakEntry
 from headway.verify.script_frames import find_line
 
@@ -93,7 +94,7 @@ class LeakProbe:
                 self._probe_rows(inputs, num_rows)
             tokens = self._tokens = self._find_tokens(inputs)
             if tokens is not None:
-                self._labels = _find_labels(inputs, tokens)
+                self._labels = find_labels(inputs, tokens)
                 self._probe_documents(tokens, inputs)
                 self._probe_padding(tokens)
                 self._probe_future(tokens)
@@ -143,7 +144,7 @@ class LeakProbe:
             old: Input to replace.
             new: Tensor that replaces it.
         """
-        return self._call_model(_replace_tensor(self._args, old, new), _replace_tensor(self._kwargs, old, new))
+        return self._call_model(replace_tensor(self._args, old, new), replace_tensor(self._kwargs, old, new))
 
     # ---------------------------------------------------------------- kinds of leaks
 
@@ -156,34 +157,48 @@ class LeakProbe:
             inputs: Input tensors of the model.
             num_rows: Number of rows of the batch.
         """
-        args, kwargs = self._args, self._kwargs
-        labels = {id(leaf) for path, leaf in walk_tensors(self._kwargs) if "label" in path or "target" in path}
-        for tensor in inputs:
-            has_rows = tensor.ndim > 0 and tensor.shape[0] == num_rows
-            if has_rows and not _is_mask(tensor) and id(tensor) not in labels:
-                changed_tensor = _change_values(tensor, (0,))
-                args = _replace_tensor(args, tensor, changed_tensor)
-                kwargs = _replace_tensor(kwargs, tensor, changed_tensor)
-        # Outputs of shape (rows, rows, ...) compare rows with each other on purpose.
-        outputs = [
-            (before, after)
-            for before, after in zip(self._outputs, self._call_model(args, kwargs), strict=False)
-            if before.shape == after.shape
-            and before.shape[0] == num_rows
-            and not (before.ndim > 1 and before.shape[1] == num_rows)
-        ]
-        if not outputs or all(torch.equal(before, after) for before, after in outputs):
+        args, kwargs = self._change_first_row(inputs, num_rows)
+        outputs = []
+        for before, after in zip(self._outputs, self._call_model(args, kwargs), strict=False):
+            has_rows = before.shape == after.shape and before.shape[0] == num_rows
+            # Outputs of shape (rows, rows, ...) compare rows with each other on purpose.
+            compares_rows = before.ndim > 1 and before.shape[1] == num_rows
+            if has_rows and not compares_rows:
+                outputs.append((before, after))
+        if all(torch.equal(before, after) for before, after in outputs):
             return
         leaking_rows = [
             row for before, after in outputs for row in range(1, num_rows) if _are_different(before[row], after[row])
         ]
-        call = ""
-        if leaking_rows:
-            call = self._locate_leak(
-                args, kwargs, lambda one, other: one.shape[0] == num_rows and not torch.equal(one[1:], other[1:])
-            )
-        row = leaking_rows[0] if leaking_rows else 0
-        self._add_entry("rows", bool(leaking_rows), f"changing row 0 changes the output of row {row}", call)
+        if not leaking_rows:
+            self._add_entry("rows", False, "changing row 0 changes the output of row 0", "")
+            return
+
+        def is_leaking(before: torch.Tensor, after: torch.Tensor) -> bool:
+            return before.shape[0] == num_rows and not torch.equal(before[1:], after[1:])
+
+        call = self._locate_leak(args, kwargs, is_leaking)
+        self._add_entry("rows", True, f"changing row 0 changes the output of row {leaking_rows[0]}", call)
+
+    def _change_first_row(self, inputs: list[torch.Tensor], num_rows: int) -> tuple[Any, Any]:
+        """Return the arguments of the model with other values in row 0 of all inputs except masks and labels.
+
+        Args:
+            inputs: Input tensors of the model.
+            num_rows: Number of rows of the batch.
+
+        Returns:
+            Tuple of (positional arguments, keyword arguments).
+        """
+        args, kwargs = self._args, self._kwargs
+        labels = {id(leaf) for path, leaf in walk_tensors(self._kwargs) if "label" in path or "target" in path}
+        for tensor in inputs:
+            has_rows = tensor.ndim > 0 and tensor.shape[0] == num_rows
+            if has_rows and not is_mask(tensor) and id(tensor) not in labels:
+                changed_tensor = change_values(tensor, (0,))
+                args = replace_tensor(args, tensor, changed_tensor)
+                kwargs = replace_tensor(kwargs, tensor, changed_tensor)
+        return args, kwargs
 
     def _probe_future(self, tokens: torch.Tensor) -> None:
         """Change the last quarter of the tokens, and check that outputs at earlier positions do not change.
@@ -196,20 +211,23 @@ class LeakProbe:
         length = tokens.shape[1]
         start = max(1, 3 * length // 4)
         changed_index = (slice(None), slice(start, None))
-        changed_tokens = _change_values(tokens, changed_index)
-        what = f"changing tokens from position {start} on changes"
+        changed_tokens = change_values(tokens, changed_index)
+        change = f"changing tokens from position {start} on changes"
         pair = self._find_sequence_output(self._call_with_replacement(tokens, changed_tokens), length)
         if pair is not None:
             before, after = pair
             positions = [i for i in range(start) if _are_different(before[:, i], after[:, i])]
-            is_leak, description = bool(positions), f"{what} the output of position {positions[0] if positions else 0}"
+            is_leak, description = (
+                bool(positions),
+                f"{change} the output of position {positions[0] if positions else 0}",
+            )
         else:
             is_unchanged_label = torch.zeros_like(tokens, dtype=torch.bool)
             is_unchanged_label[:, :start] = True
             loss_changes = self._does_loss_change(tokens, changed_index, is_unchanged_label)
             if loss_changes is None:
                 return
-            is_leak, description = loss_changes, f"{what} the loss of earlier positions"
+            is_leak, description = loss_changes, f"{change} the loss of earlier positions"
         call = self._locate_position(tokens, changed_tokens, 0, start) if is_leak else ""
         self._add_entry("future", is_leak, description, call)
 
@@ -220,7 +238,7 @@ class LeakProbe:
         is checked if there is no tensor of positions that shows where documents start.
         """
         candidates = [*inputs, *(leaf for _, leaf in self._batch)]
-        positions = next((each for each in candidates if _is_positions(each, tokens)), None)
+        positions = next((each for each in candidates if is_positions(each, tokens)), None)
         if positions is None:
             return
         document_starts = (positions[0] == 0).nonzero().flatten().tolist()
@@ -228,7 +246,7 @@ class LeakProbe:
             return
         second = document_starts[1]
         changed_index = (0, slice(0, second))
-        changed_tokens = _change_values(tokens, changed_index)
+        changed_tokens = change_values(tokens, changed_index)
         pair = self._find_sequence_output(self._call_with_replacement(tokens, changed_tokens), tokens.shape[1])
         if pair is not None:
             before, after = pair
@@ -263,12 +281,12 @@ class LeakProbe:
         if labels is None or not bool((labels[is_compared] >= 0).any()):
             return None
         masked_labels = torch.where(is_compared, labels, -100)
-        args = _replace_tensor(self._args, labels, masked_labels)
-        kwargs = _replace_tensor(self._kwargs, labels, masked_labels)
+        args = replace_tensor(self._args, labels, masked_labels)
+        kwargs = replace_tensor(self._kwargs, labels, masked_labels)
         before = self._call_model(args, kwargs, has_scalars=True)
-        changed_tokens = _change_values(tokens, index)
-        args = _replace_tensor(args, tokens, changed_tokens)
-        kwargs = _replace_tensor(kwargs, tokens, changed_tokens)
+        changed_tokens = change_values(tokens, index)
+        args = replace_tensor(args, tokens, changed_tokens)
+        kwargs = replace_tensor(kwargs, tokens, changed_tokens)
         after = self._call_model(args, kwargs, has_scalars=True)
         losses = [(one, other) for one, other in zip(before, after, strict=False) if not one.ndim]
         return _are_different(*losses[0]) if losses else None
@@ -280,12 +298,12 @@ class LeakProbe:
         """
         masks = [
             leaf for path, leaf in self._batch
-            if leaf.shape == tokens.shape and _is_mask(leaf) and "mask" in path.lower() and not bool(leaf.bool().all())
+            if leaf.shape == tokens.shape and is_mask(leaf) and "mask" in path.lower() and not bool(leaf.bool().all())
         ]  # fmt: skip
         if not masks:
             return
         mask = masks[0].bool()
-        changed_tokens = torch.where(mask, tokens, _change_values(tokens, (slice(None),)))
+        changed_tokens = torch.where(mask, tokens, change_values(tokens, (slice(None),)))
         outputs = self._call_with_replacement(tokens, changed_tokens)
         for before, after in zip(self._outputs, outputs, strict=False):
             if before.shape != after.shape or before.shape[0] != tokens.shape[0]:
@@ -320,11 +338,15 @@ class LeakProbe:
     # ---------------------------------------------------------------- tokens
 
     def _find_tokens(self, inputs: list[torch.Tensor]) -> torch.Tensor | None:
-        """Return the first input that looks like token IDs: 2-D integers that are neither a mask nor positions."""
+        """Return the first input that looks like token IDs, or None if there is none.
+
+        Token IDs are 2-D integers with at least 4 columns that are neither a mask nor positions. Narrower inputs are more
+        likely class labels or pairs of indices.
+        """
         for each in inputs:
-            if each.ndim != 2 or each.is_floating_point() or each.shape[1] < 4 or _is_mask(each):
+            if each.ndim != 2 or each.is_floating_point() or each.shape[1] < 4 or is_mask(each):
                 continue
-            if not _is_positions(each, each):
+            if not is_positions(each, each):  # with itself, because no token IDs are known yet
                 return each
         return None
 
@@ -335,7 +357,7 @@ class LeakProbe:
         the next tokens, or, for models that shift their labels, the tokens themselves.
         """
         for _, leaf in self._batch:
-            if leaf.ndim == 2 and not leaf.is_floating_point() and not _is_mask(leaf) and _are_labels(leaf, tokens):
+            if leaf.ndim == 2 and not leaf.is_floating_point() and not is_mask(leaf) and are_labels(leaf, tokens):
                 return True
         names = " ".join(type(each).__name__ for each in self._model.modules())
         return "CausalLM" in names or "LMHeadModel" in names
@@ -374,19 +396,27 @@ class LeakProbe:
         """
         num_rows, length = tokens.shape
 
-        def does_leak(one: torch.Tensor, other: torch.Tensor) -> bool:
-            if one.ndim == 4 and one.shape[0] == num_rows and one.shape[2] == length:
-                # (rows, heads, positions, features) -> (rows, positions, heads, features)
-                one, other = one.transpose(1, 2), other.transpose(1, 2)
-            if one.ndim < 3 or one.shape[:2] != (num_rows, length):
-                return False
-            span = (slice(None) if end is not None else slice(0, 1), slice(start, end))
-            one, other = one[span], other[span]
-            if one.shape[-1] == length:  # attention scores before the mask: columns of changed positions may change
-                one, other = one[..., start:end], other[..., start:end]
-            return _are_different(one, other)
+        rows = slice(0, 1) if end is None else slice(None)
 
-        args, kwargs = _replace_tensor(self._args, tokens, changed), _replace_tensor(self._kwargs, tokens, changed)
+        def select_unchanged(result: torch.Tensor) -> torch.Tensor | None:
+            """Return the part of a call's result that must not change, or None if it has no dimension of positions."""
+            if result.ndim == 4 and result.shape[0] == num_rows and result.shape[2] == length:
+                result = result.transpose(
+                    1, 2
+                )  # (rows, heads, positions, features) -> (rows, positions, heads, features)
+            if result.ndim < 3 or result.shape[:2] != (num_rows, length):
+                return None
+            if result.shape[-1] == length:  # attention scores before the mask: columns of changed positions may change
+                return result[rows, start:end, ..., start:end]
+            return result[rows, start:end]
+
+        def does_leak(before: torch.Tensor, after: torch.Tensor) -> bool:
+            unchanged_before, unchanged_after = select_unchanged(before), select_unchanged(after)
+            if unchanged_before is None or unchanged_after is None:
+                return False
+            return _are_different(unchanged_before, unchanged_after)
+
+        args, kwargs = replace_tensor(self._args, tokens, changed), replace_tensor(self._kwargs, tokens, changed)
         return self._locate_leak(args, kwargs, does_leak)
 
     def _locate_leak(self, args: Any, kwargs: Any, does_leak: Callable[[torch.Tensor, torch.Tensor], bool]) -> str:
@@ -400,37 +430,52 @@ class LeakProbe:
             does_leak: Function that takes a torch call's results for the original and the changed inputs, and returns
                 whether they differ where they must be equal.
         """
-        before, after = self._record_calls(self._args, self._kwargs), self._record_calls(args, kwargs)
-        for (name, line, one), (_, _, other) in zip(before, after, strict=False):
-            if one.shape == other.shape and one.ndim and does_leak(one.float(), other.float()):
-                return f"{name}() at {line}" if line else ""
+        calls, changed_calls = self._record_calls(self._args, self._kwargs), self._record_calls(args, kwargs)
+        for call, changed_call in zip(calls, changed_calls, strict=False):
+            before, after = call.result, changed_call.result
+            if before.shape == after.shape and before.ndim and does_leak(before.float(), after.float()):
+                return f"{call.function}() at {call.line}" if call.line else ""
         return ""
 
-    def _record_calls(self, args: Any, kwargs: Any) -> list[tuple[str, str, torch.Tensor]]:
-        """Call the model, and return (function, line of the script, result) of each torch call with a float result."""
+    def _record_calls(self, args: Any, kwargs: Any) -> "list[_RecordedCall]":
+        """Call the model with these arguments, and return the torch calls that have a floating-point result."""
         recorder = _CallRecorder()
         with recorder:
             self._model(*args, **kwargs)
         return recorder.calls
 
 
+class _RecordedCall(NamedTuple):
+    """Torch call with a floating-point result.
+
+    Attributes:
+        function: Name of the function.
+        line: Line of the script that makes the call; "" if it is unknown.
+        result: Result, or its first item if it is a tuple.
+    """
+
+    function: str
+    line: str
+    result: torch.Tensor
+
+
 class _CallRecorder(TorchFunctionMode):
     """Torch function mode that records the first floating-point result of each call.
 
     Attributes:
-        calls: Tuples of (function, line of the script, result).
+        calls: Recorded calls in order, at most `_MOST_CALLS`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, str, torch.Tensor]] = []
+        self.calls: list[_RecordedCall] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function and record its result."""
         result = func(*args, **(kwargs or {}))
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, torch.Tensor) and first.is_floating_point() and len(self.calls) < _MOST_CALLS:
-            self.calls.append((get_function_name(func), find_line(), first.detach()))
+            self.calls.append(_RecordedCall(get_function_name(func), find_line(), first.detach()))
         return result
 
 
@@ -450,96 +495,6 @@ def _preserve_model(model: torch.nn.Module) -> Iterator[None]:
             for buffer, value in buffers:
                 buffer.copy_(value)
         torch.set_rng_state(state)
-
-
-def _change_values(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
-    """Return a copy of a tensor whose values at one index are changed.
-
-    Integers change by 1 and stay in the tensor's range of values. Negative integers are unchanged, because labels with
-    the value -100 are ignored.
-
-    Args:
-        tensor: Tensor to copy.
-        index: Index of the values to change.
-    """
-    changed = tensor.clone()
-    part = changed[index]
-    if tensor.is_floating_point() or tensor.is_complex():
-        changed[index] = part * -1.5 + 0.7
-    elif tensor.dtype == torch.bool:
-        changed[index] = ~part
-    else:
-        low, high = max(0, int(tensor.min())), int(tensor.max())
-        lowered = part - 1 if high > low else part
-        values = torch.where(part >= high, lowered, part + 1).clamp(low, max(low, high))
-        changed[index] = torch.where(part < 0, part, values)  # -100 marks labels that the loss ignores
-    return changed
-
-
-def _replace_tensor(tree: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    """Return a copy of nested collections in which one tensor is replaced by another."""
-    if tree is old:
-        return new
-    if isinstance(tree, Mapping):
-        return {key: _replace_tensor(value, old, new) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_replace_tensor(each, old, new) for each in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(_replace_tensor(each, old, new) for each in tree)
-    return tree
-
-
-def _find_labels(inputs: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor | None:
-    """Return the input that contains the labels, or None if there is no such input.
-
-    Each label must equal the token at its position, or be negative, which means that the loss ignores it.
-    """
-    for each in inputs:
-        if each is tokens or each.shape != tokens.shape or each.is_floating_point() or _is_mask(each):
-            continue
-        known = each >= 0
-        if bool(known.any()) and bool((each == tokens)[known].all()):
-            return each
-    return None
-
-
-def _are_labels(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """Whether integers of a batch are the labels of a model that predicts the next token.
-
-    They are the tokens with one more token at the end, the next tokens, or a copy of the tokens in which some are
-    negative, which means that the loss ignores them.
-
-    Args:
-        tensor: Integers in two dimensions that are no mask.
-        tokens: Input tokens of the model.
-    """
-    num_rows, length = tokens.shape
-    if tensor.shape == (num_rows, length + 1) and torch.equal(tensor[:, :-1], tokens):
-        return True
-    if tensor.shape != tokens.shape or tensor is tokens or _is_positions(tensor, tokens):
-        return False
-    is_counted = tensor >= 0
-    if is_counted.float().mean() < 0.5:
-        return False
-    is_next_token = tensor[:, :-1][is_counted[:, :-1]] == tokens[:, 1:][is_counted[:, :-1]]
-    if bool(is_next_token.float().mean() > 0.95):
-        return True
-    return not torch.equal(tensor, tokens) and bool((tensor == tokens)[is_counted].all())
-
-
-def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether a tensor contains only the integers 0 and 1, or bools."""
-    if tensor.dtype == torch.bool:
-        return True
-    return not tensor.is_floating_point() and tensor.numel() > 0 and int(tensor.min()) >= 0 and int(tensor.max()) <= 1
-
-
-def _is_positions(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """Whether a tensor has the shape of `tokens` and contains positions that count up from 0 in each document."""
-    if tensor.shape != tokens.shape or tensor.is_floating_point() or tensor.ndim != 2 or tensor.shape[1] < 2:
-        return False
-    steps = tensor[:, 1:] - tensor[:, :-1]
-    return bool(((steps == 1) | (tensor[:, 1:] == 0)).all()) and bool((tensor[:, 0] == 0).all())
 
 
 def _are_different(before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -65,5 +65,6 @@ class RateWatch:
 
     def take_lines(self) -> list[str]:
         """Return the script lines that have set a learning rate since the last call of this method."""
-        lines, self._lines[:] = list(self._lines), []
+        lines = list(self._lines)
+        self._lines.clear()  # not replaced, because watched groups refer to the list
         return lines

@@ -1,12 +1,23 @@
 """Types of the JSON entries that `RunRecorder` writes about a run, with the meaning of each key. Imports no torch.
 
+Each rank writes three files, which `RunRecord` reads: `facts<rank>.json` contains one `RunFacts`, `rank<rank>.jsonl` one
+`UpdateRecord` per line, and `trace<rank>.jsonl` one `LossEntry` per line. The other types are parts of these.
+
 A line of the script is a text such as "train.py:12 in main".
 """
 
-from typing import Literal, TypedDict, final
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, final
 
 SampleKey = Literal["row_hashes", "unpadded_hashes", "indices"]
 """Key of `BatchEntry` by which samples are recognized."""
+MOST_SUMMED = 1 << 16
+"""Largest number of values of a row, or of a group of rows, from which a sum is computed.
+
+Of a longer row, values at regular intervals are summed. The limit must not be one for the whole tensor: a row of the
+whole batch would then be sampled at other positions than the same row of a part of the batch, which has fewer rows.
+"""
 
 
 @final
@@ -43,52 +54,62 @@ class BatchEntry(TypedDict, total=False):
     advanced_generators: list[str]
 
 
-@final
-class CallEntry(TypedDict, total=False):
+@dataclass(kw_only=True)
+class CallEntry:
     """Torch call behind a loss, or a tensor that no recorded call has made. `CallTrace` writes these entries.
 
     Attributes:
         line: Line of the script that makes the call or uses the tensor.
         func: Name of the function; "input" for a tensor that no recorded call has made.
-        inputs: Index, among the calls of the loss, of the call that made each tensor argument.
-        shape: Shape of the result. If there are several results, only the first one is recorded.
+        inputs: For each tensor argument, the index in `LossEntry.calls` of the earlier call that made it.
+        shape: Shape of the result; for a nested tensor, only its number of items. If there are several results, only
+            the first one is recorded.
         row_sums: Three sums for each row of the result: of the values, of their absolute values, and of the values
-            weighted by position. Absent for parameters, and for sharded, sparse, quantized, nested and meta tensors.
-        is_cut: True if the result has no autograd graph, although an argument requires a gradient. Otherwise absent.
+            weighted by position. A result with many rows has sums of groups of rows instead, as many as the batch has
+            rows. Empty for parameters, and for sharded, sparse, quantized, nested and meta tensors.
+        is_sampled: Whether `row_sums` are sums of only some of the values.
+        is_cut: Whether the result has no autograd graph, although an argument requires a gradient.
         numbers: Numbers among the arguments.
-        number_names: Script's expression for each item of `numbers`, such as "self.mean"; "" if unknown.
+        number_names: Script's expression for each item of `numbers`, such as "self.mean"; "" if unknown. Empty if all
+            are unknown.
         strings: Keyword arguments that are strings, such as the reduction.
-        has_class_weights: Only for a loss function: whether class weights are passed.
-        num_labels: Only for a loss function with integer labels: number of labels that are not ignored.
-        ignores_labels: Only for a loss function with integer labels: whether any label is ignored.
-        predicted_input: Only for a loss function: index of the call that made a model input, if the target is this
-            input shifted by one step.
-        module_name: Name of the innermost running module in its prepared model. Absent if it has no known weight.
-        model_tensor: Only for an input: name of the prepared model's parameter or buffer.
-        variable: Only for an input that is in no prepared model: description of the tensor, such as "keeper.rows" or
-            "weight of a Linear"; "" if unknown.
+        has_class_weights: Whether class weights are passed to a loss function.
+        num_labels: Number of integer labels of a loss function that are not ignored. None if there are none.
+        ignores_labels: Whether a loss function ignores any of its integer labels.
+        predicted_input: Index of the call that made a model input, if the target of a loss function is this input
+            shifted by one step. Otherwise None.
+        module_name: Name of the innermost running module in its prepared model; "" if it has no known weight.
+        model_tensor: For an input, the name of the prepared model's parameter or buffer; "" for another tensor.
+        variable: For an input that is in no prepared model, a description such as "keeper.rows" or "weight of a
+            Linear"; "" if unknown.
     """
 
     line: str
     func: str
-    inputs: list[int]
     shape: list[int]
-    row_sums: list[list[float]]
-    is_cut: bool
-    numbers: list[float]
-    number_names: list[str]
-    strings: dict[str, str]
-    has_class_weights: bool
-    num_labels: int
-    ignores_labels: bool
-    predicted_input: int
-    module_name: str
-    model_tensor: str
-    variable: str
+    inputs: list[int] = field(default_factory=list)
+    row_sums: list[list[float]] = field(default_factory=list)
+    is_sampled: bool = False
+    is_cut: bool = False
+    numbers: list[float] = field(default_factory=list)
+    number_names: list[str] = field(default_factory=list)
+    strings: dict[str, str] = field(default_factory=dict)
+    has_class_weights: bool = False
+    num_labels: int | None = None
+    ignores_labels: bool = False
+    predicted_input: int | None = None
+    module_name: str = ""
+    model_tensor: str = ""
+    variable: str = ""
+
+    @property
+    def is_input(self) -> bool:
+        """Whether this is a tensor that no recorded call has made."""
+        return self.func == "input"
 
 
-@final
-class LossEntry(TypedDict):
+@dataclass(kw_only=True)
+class LossEntry:
     """Loss of a backward pass on one rank, with the torch calls that computed it. `CallTrace` writes these entries.
 
     Attributes:
@@ -108,6 +129,15 @@ class LossEntry(TypedDict):
     reduction: str
     line: str
     calls: list[CallEntry]
+
+    def to_json(self) -> str:
+        """Return the entry as one line of JSON."""
+        return json.dumps(self, default=vars)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "LossEntry":
+        """Return an entry from the parsed JSON of `to_json`."""
+        return cls(**{**fields, "calls": [CallEntry(**call) for call in fields["calls"]]})
 
 
 @final
@@ -227,7 +257,69 @@ class SlowFunctionEntry(TypedDict):
     function: str
 
 
-class SourceFacts(TypedDict, total=False):
+@dataclass(kw_only=True)
+class UpdateRecord:
+    """Record of one update on one rank. An update is one optimizer step, with all batches that it uses.
+
+    Attributes:
+        number: Number of the update in the run, from 1; 0 before the update has ended.
+        batches: Batches from which the update was computed.
+        losses: Value of each loss, in order.
+        learning_rates: Learning rate of each parameter group of all prepared optimizers, in order.
+
+        gradient_norms: Norm of each parameter's gradient, as the optimizer received it, by parameter name.
+        parameter_hashes: Hash of each parameter's value after the update, by parameter name.
+        buffer_hashes: Hash of each buffer's value after the update, by buffer name.
+        unprepared_hashes: Hash of the parameters of each model that was not passed to `prepare`, by a description of
+            the model, such as "Teacher, created at train.py:9".
+        idle_experts: Indices of the experts without gradient, by the name of the parameter that contains all experts.
+        frozen_with_gradient: Names of the frozen parameters that had a gradient at each optimizer step of the update.
+        training_modes: Modes ("train", "eval") in which a model was called with gradients, by the index of the prepared
+            model as text; "-1" is a model that was not prepared.
+
+        write_lines: Lines of the script that changed a parameter or buffer in place, by the name of the tensor.
+        unprepared_write_lines: Lines of the script that changed a model that was not passed to `prepare`, by a
+            description of the model.
+        gradient_lines: For each line of the script that changed gradients, how many backward passes of the update had
+            run before each change.
+        rate_lines: Lines of the script that set a learning rate.
+        discard_lines: Lines of the script that cleared gradients of a batch before an optimizer step used them. A line
+            occurs once for each batch.
+
+        seconds: Duration of the update, in seconds.
+        cpu_seconds: CPU time that the main thread spent on the update, in seconds.
+        peak_bytes: Peak memory from the start of the process: bytes allocated on the GPU, or, on a CPU, the resident
+            memory of the process.
+        resident_bytes: Memory in use after the update, measured like `peak_bytes`.
+    """
+
+    number: int = 0
+    batches: list[BatchEntry] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+
+    gradient_norms: dict[str, float] = field(default_factory=dict)
+    parameter_hashes: dict[str, str] = field(default_factory=dict)
+    buffer_hashes: dict[str, str] = field(default_factory=dict)
+    unprepared_hashes: dict[str, str] = field(default_factory=dict)
+    idle_experts: dict[str, list[int]] = field(default_factory=dict)
+    frozen_with_gradient: list[str] = field(default_factory=list)
+    training_modes: dict[str, list[str]] = field(default_factory=dict)
+
+    write_lines: dict[str, list[str]] = field(default_factory=dict)
+    unprepared_write_lines: dict[str, list[str]] = field(default_factory=dict)
+    gradient_lines: dict[str, list[int]] = field(default_factory=dict)
+    rate_lines: list[str] = field(default_factory=list)
+    discard_lines: list[str] = field(default_factory=list)
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    peak_bytes: int = 0
+    resident_bytes: int = 0
+
+
+@dataclass(kw_only=True)
+class SourceFacts:
     """Lines of the script that read values that can differ between runs. Each dict has lines as keys.
 
     Attributes:
@@ -240,17 +332,17 @@ class SourceFacts(TypedDict, total=False):
             "outside" (values such as the time or a process ID). The inner dicts have lines without functions as keys.
     """
 
-    clock_lines: dict[str, str]
-    unseeded_lines: dict[str, str]
-    global_draw_lines: dict[str, str]
-    seed_lines: dict[str, str]
-    eval_lines: dict[str, str]
-    suspects: dict[str, dict[str, str]]
+    clock_lines: dict[str, str] = field(default_factory=dict)
+    unseeded_lines: dict[str, str] = field(default_factory=dict)
+    global_draw_lines: dict[str, str] = field(default_factory=dict)
+    seed_lines: dict[str, str] = field(default_factory=dict)
+    eval_lines: dict[str, str] = field(default_factory=dict)
+    suspects: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
-@final
-class RunFacts(SourceFacts, total=False):
-    """What one rank has recorded about a run as a whole. A key is absent if the run ended before it was recorded.
+@dataclass(kw_only=True)
+class RunFacts(SourceFacts):
+    """What one rank has recorded about a run as a whole. Fields have their defaults until they are recorded.
 
     Attributes:
         rank: Global rank of the process.
@@ -270,7 +362,7 @@ class RunFacts(SourceFacts, total=False):
 
         trainable_parameters: Names of the parameters that required gradients before the first update.
         frozen_parameters: Names of the other parameters. Those of bitsandbytes are left out.
-        optimized_parameters: Names of the parameters that belong to a prepared optimizer.
+        optimized_parameters: Names of the parameters that belong to a prepared optimizer. None before training began.
         trainable_dtypes: Names of the dtypes of all trainable parameters, such as "float32".
         initial_hashes: Hashes of values before the first update, by parameter name and by "buffer:NAME".
         batch_norms: Names of the BatchNorm modules that are not synchronized between ranks.
@@ -297,56 +389,56 @@ class RunFacts(SourceFacts, total=False):
         escaped_files: Files that the script changed outside of the scratch folder.
         failed_backward: Number of the backward pass in which an out-of-memory error was injected; 0 if none was.
 
-        leak_entries: Results of the tests for leaks. Absent if the model was not tested.
+        leak_entries: Results of the tests for leaks. None if the model was not tested.
         probe_error: Error that ended the tests for leaks.
         buffers_changed_by_eval: Names of the persistent buffers that a call in evaluation mode changes.
 
-        tensor_peak_bytes: Peak memory of tensors, in bytes. Only in a run that measures it.
+        tensor_peak_bytes: Peak memory of tensors, in bytes. None in a run that does not measure it.
         alive_tensors: Tensors of earlier updates that were alive after the last update, by line.
     """
 
-    rank: int
-    data_shard_index: int
-    strategy: str
-    mixed_precision: str
-    replays_batches: bool
-    uses_accelerate_rules: bool
-    uses_compilation: bool
-    end_reason: str
+    rank: int = 0
+    data_shard_index: int = 0
+    strategy: str = ""
+    mixed_precision: str = "no"
+    replays_batches: bool = False
+    uses_accelerate_rules: bool = False
+    uses_compilation: bool = False
+    end_reason: str = ""
 
-    num_backwards: int
-    saves: list[CheckpointEntry]
-    loads: list[CheckpointEntry]
+    num_backwards: int = 0
+    saves: list[CheckpointEntry] = field(default_factory=list)
+    loads: list[CheckpointEntry] = field(default_factory=list)
 
-    trainable_parameters: list[str]
-    frozen_parameters: list[str]
-    optimized_parameters: list[str]
-    trainable_dtypes: list[str]
-    initial_hashes: dict[str, str]
-    batch_norms: list[str]
-    num_dropout_rates: int
-    optimizers: list[OptimizerFacts]
-    lost_optimizer_state: bool
-    scheduler_metrics: list[MetricEntry]
+    trainable_parameters: list[str] = field(default_factory=list)
+    frozen_parameters: list[str] = field(default_factory=list)
+    optimized_parameters: list[str] | None = None
+    trainable_dtypes: list[str] = field(default_factory=list)
+    initial_hashes: dict[str, str] = field(default_factory=dict)
+    batch_norms: list[str] = field(default_factory=list)
+    num_dropout_rates: int = 0
+    optimizers: list[OptimizerFacts] = field(default_factory=list)
+    lost_optimizer_state: bool = False
+    scheduler_metrics: list[MetricEntry] = field(default_factory=list)
 
-    loaders: dict[str, LoaderEntry]
-    changed_dataset_tensors: dict[str, list[str]]
-    indivisible_batch_size: int
-    slow_functions: list[SlowFunctionEntry]
+    loaders: dict[str, LoaderEntry] = field(default_factory=dict)
+    changed_dataset_tensors: dict[str, list[str]] = field(default_factory=dict)
+    indivisible_batch_size: int = 0
+    slow_functions: list[SlowFunctionEntry] = field(default_factory=list)
 
-    generator_hashes: dict[str, str]
-    draw_lines: dict[str, str]
-    unshared_draw_lines: dict[str, str]
-    num_dropout_calls: int
-    reversed_listing_lines: list[str]
+    generator_hashes: dict[str, str] = field(default_factory=dict)
+    draw_lines: dict[str, str] = field(default_factory=dict)
+    unshared_draw_lines: dict[str, str] = field(default_factory=dict)
+    num_dropout_calls: int = 0
+    reversed_listing_lines: list[str] = field(default_factory=list)
 
-    write_lines: dict[str, list[str]]
-    escaped_files: list[str]
-    failed_backward: int
+    write_lines: dict[str, list[str]] = field(default_factory=dict)
+    escaped_files: list[str] = field(default_factory=list)
+    failed_backward: int = 0
 
-    leak_entries: list[LeakEntry]
-    probe_error: str
-    buffers_changed_by_eval: list[str]
+    leak_entries: list[LeakEntry] | None = None
+    probe_error: str = ""
+    buffers_changed_by_eval: list[str] = field(default_factory=list)
 
-    tensor_peak_bytes: int
-    alive_tensors: list[AliveTensorsEntry]
+    tensor_peak_bytes: int | None = None
+    alive_tensors: list[AliveTensorsEntry] = field(default_factory=list)

@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
@@ -27,19 +27,19 @@ from headway.core.training.run import Run
 from headway.core.training.settings import Settings
 from headway.verify.alive_tensors import measure_alive_tensors
 from headway.verify.calls import CallTrace
-from headway.verify.compilation import get_eager_calls
+from headway.verify.compilation import get_eager_calls, turn_off_compilation
 from headway.verify.discards import DiscardWatch
 from headway.verify.draws import SharedDraws
 from headway.verify.escapes import EscapeWatch
-from headway.verify.fingerprints import find_rows, hash_rows, sample_values, walk_tensors
+from headway.verify.fingerprints import find_rows, hash_rows, measure_norm, sample_values, walk_tensors
 from headway.verify.listings import list_reversed_lines
 from headway.verify.loader_records import LoaderRecorder
 from headway.verify.prepared_models import PreparedModels
 from headway.verify.probes import CrossEntropies, LeakProbe
 from headway.verify.rate_watch import RateWatch
 from headway.verify.readings import hash_generators, measure_peak, measure_resident
-from headway.verify.record_types import RunFacts
-from headway.verify.request import RunRequest, read_request, redirect_path
+from headway.verify.record_types import RunFacts, UpdateRecord
+from headway.verify.request import STALLED_CODE, RunRequest, read_request, redirect_path
 from headway.verify.script_frames import find_line
 from headway.verify.sharded_tensors import gather_full_tensor
 from headway.verify.sources import get_source_watch
@@ -62,7 +62,7 @@ def redirect_settings(settings: Settings) -> Settings:
     request = read_request()
     assert request is not None  # this function is called only in processes of `headway verify`
     get_source_watch().install_watches()  # a forked run has done this before the script began
-    get_eager_calls().install_for(request)
+    turn_off_compilation(request)
     project = settings.project
     changes: dict[str, Any] = {}
     if project.project_dir is not None:
@@ -143,19 +143,13 @@ class RunRecorder:
         self._discards = DiscardWatch()
         self._escapes = EscapeWatch(Path(request.output).parent.parent)
         self._tensor_peak: TensorPeak | None = None
-        self._facts: RunFacts = {
-            "rank": self._rank,
-            "data_shard_index": run.strategy.data_shard.index,
-            "strategy": run.strategy.name,
-            "mixed_precision": run.mixed_precision,
-            "replays_batches": run.replays_batches,
-            "saves": [],
-            "loads": [],
-            "loaders": {},
-            "changed_dataset_tensors": {},
-            "failed_backward": 0,
-            "scheduler_metrics": [],
-        }
+        self._facts = RunFacts(
+            rank=self._rank,
+            data_shard_index=run.strategy.data_shard.index,
+            strategy=run.strategy.name,
+            mixed_precision=run.mixed_precision,
+            replays_batches=run.replays_batches,
+        )
         self._loaders = LoaderRecorder(run, request, self._trace, self._facts)
         self._draws = SharedDraws(
             request.shares_draws, request.reverses_rows, self._loaders.find_batch_place, self._trace
@@ -216,7 +210,7 @@ class RunRecorder:
         Args:
             folder: Folder of the checkpoints.
         """
-        self._facts["saves"].append({"update": self._num_updates, "folder": folder})
+        self._facts.saves.append({"update": self._num_updates, "folder": folder})
 
     def record_load(self, num_updates: int, folder: str) -> None:
         """Record that the script has loaded a checkpoint without the Accelerator's methods.
@@ -227,7 +221,7 @@ class RunRecorder:
         """
         self._num_earlier_updates = num_updates - self._run.clock.num_updates
         self._last_update = num_updates
-        self._facts["loads"].append({"update": num_updates, "folder": folder})
+        self._facts.loads.append({"update": num_updates, "folder": folder})
         self._write_facts()
 
     def _redirect_checkpoints(self, accelerator: Any, checkpoints: Any) -> None:
@@ -254,7 +248,7 @@ class RunRecorder:
 
         def load_from_scratch(input_dir: Any, *args: Any, **kwargs: Any) -> Any:
             restored = load(find_copy(input_dir), *args, **kwargs)
-            self._facts["loads"].append({"update": self._num_updates, "folder": str(input_dir or "")})
+            self._facts.loads.append({"update": self._num_updates, "folder": str(input_dir or "")})
             self._num_restored_states = self._models.count_states()
             self._last_update = self._num_updates
             self._write_facts()
@@ -267,50 +261,83 @@ class RunRecorder:
     # ---------------------------------------------------------------- hooks of the run
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
-        self._facts.setdefault("generator_hashes", hash_generators())
-        if self._request.measures_tensors and self._tensor_peak is None:
-            tensors = [*self._models.list_tensors("named_parameters"), *self._models.list_tensors("named_buffers")]
-            self._tensor_peak = TensorPeak(self._run.runtime.device, [tensor for _, tensor in tensors])
+        """Before a batch is fetched, write the record of the last update if it has ended, and save or end the run if due.
+
+        The first call also records the RNG states and, if requested, begins to measure the memory of tensors.
+
+        Args:
+            loader: Loader that fetches the batch.
+        """
+        self._record_generators()
+        self._begin_measuring()
         self._write_update()
         self._save_if_due(loader)
         self._end_if_due()
 
+    def _record_generators(self) -> None:
+        """Record the states of the global random number generators at the start of training. Do this only once."""
+        if not self._facts.generator_hashes:
+            self._facts.generator_hashes = hash_generators()
+
+    def _begin_measuring(self) -> None:
+        """Begin to measure the memory of tensors, if the request says so and it has not begun yet."""
+        if self._request.measures_tensors and self._tensor_peak is None:
+            tensors = [*self._models.list_tensors("named_parameters"), *self._models.list_tensors("named_buffers")]
+            self._tensor_peak = TensorPeak(self._run.runtime.device, [tensor for _, tensor in tensors])
+
     def _after_pass(self) -> None:
+        """After the last batch of a pass over a loader, write the record of the last update."""
         self._write_update()
 
     def _before_learning(self) -> None:
+        """Before a micro-batch or a standalone backward, write the record of the last update, and end the run if due."""
         self._write_update()
         self._end_if_due()
 
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a prepared model's forward, record its mode and, in training, its inputs.
+
+        If the script makes its batches without a prepared loader, the inputs are also recorded as a batch.
+
+        Args:
+            model: Prepared model.
+            args: Positional arguments of the forward.
+            kwargs: Keyword arguments of the forward.
+        """
         if torch.is_grad_enabled():
             mode = "train" if model.training else "eval"
-            modes = self._update["training_modes"].setdefault(str(self._models.find_model(model)), [])
+            modes = self._update.training_modes.setdefault(str(self._models.find_model(model)), [])
             if mode not in modes:
                 modes.append(mode)
         if not (model.training and torch.is_grad_enabled()):
             return
         self._record_start()
-        has_loader = bool(self._run.events.active_loaders)
+        has_loader = bool(self._run.windows.reads.active_loaders)
         if not has_loader and not self._trace.is_recording:
             self._trace.begin_batch(None)
         self._trace.store_inputs(args, kwargs)
-        if self._request.probes_leaks and "leak_entries" not in self._facts:
+        if self._request.probes_leaks and self._facts.leak_entries is None:
             self._probe_model(model, args, kwargs)
         if not has_loader and not self._loaders.has_pending:  # the script makes its batches without a prepared loader
+            self._begin_measuring()
             num_rows = find_rows(list(walk_tensors([args, kwargs])))
             if num_rows:
                 hashes, unpadded_hashes = hash_rows([args, kwargs], num_rows)
-                self._update["batches"].append(
+                self._update.batches.append(
                     {"loader": -1, "num_rows": num_rows, "row_hashes": hashes, "unpadded_hashes": unpadded_hashes}
                 )
 
     def _before_backward(self) -> None:
+        """Before a backward pass, record the batches that its loss uses, and count the pass.
+
+        Raises:
+            torch.OutOfMemoryError: In the backward pass in which this run must fail, to test the replay of batches.
+        """
         self._record_start()
-        self._update["batches"] += self._loaders.take_used()
+        self._update.batches += self._loaders.take_used()
         self._num_backwards += 1
         if self._num_backwards == self._request.fails_in:
-            self._facts["failed_backward"] = self._num_backwards
+            self._facts.failed_backward = self._num_backwards
             self._trace.void_last_loss()
             self._trace.begin_batch(None)
             raise torch.OutOfMemoryError("CUDA out of memory. Injected by headway verify.")
@@ -321,14 +348,16 @@ class RunRecorder:
             return
         prepared = self._run.prepared
         if self._num_restored_states > 0:
-            self._facts["lost_optimizer_state"] = self._models.count_states() < self._num_restored_states
+            self._facts.lost_optimizer_state = self._models.count_states() < self._num_restored_states
         self._num_restored_states = -1
         self._rates.watch_optimizers(prepared.optimizers)
         groups = [group for each in prepared.optimizers for group in each.optimizer.param_groups]
-        self._update["learning_rates"] = [float(group["lr"]) for group in groups]
+        is_first_step = not self._update.learning_rates  # several optimizers can step within one update
+        self._update.learning_rates = [float(group["lr"]) for group in groups]
         stale = self._models.list_stale_gradients()
-        earlier_stale = self._update.get("frozen_with_gradient", stale)  # of earlier optimizer steps in this update
-        self._update["frozen_with_gradient"] = [name for name in stale if name in earlier_stale]
+        if not is_first_step:
+            stale = [name for name in stale if name in self._update.frozen_with_gradient]
+        self._update.frozen_with_gradient = stale
         self._discards.forget_backwards()
         trained = {id(each) for each in prepared.list_parameters_of(self._run.windows.current)}
         for name, parameter in self._models.list_tensors("named_parameters"):
@@ -346,10 +375,10 @@ class RunRecorder:
         if full.is_sparse:
             full = full.to_dense()
         self._gradient_samples[name] = sample_values(full)
-        self._update["gradient_norms"][name] = float(full.detach().to(torch.float64).norm().item())
+        self._update.gradient_norms[name] = measure_norm(full)
         if "expert" in name and full.ndim > 2:  # the weights of all experts, stacked in the first dimension
             is_used = full.flatten(1).abs().amax(1) > 0
-            self._update["idle_experts"][name] = (~is_used).nonzero().flatten().tolist()
+            self._update.idle_experts[name] = (~is_used).nonzero().flatten().tolist()
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """Record the value of a loss after its backward pass."""
@@ -357,10 +386,10 @@ class RunRecorder:
         if self._has_ended:
             return
         value = float(loss.detach().float().mean().item())
-        self._update["losses"].append(value)
-        self._update["discard_lines"] += self._discards.record_backward(self._loaders.num_fetched, value)
-        if self._cross_entropies is not None:
-            self._facts["leak_entries"].append(self._cross_entropies.judge_loss(value))
+        self._update.losses.append(value)
+        self._update.discard_lines += self._discards.record_backward(self._loaders.num_fetched, value)
+        if self._cross_entropies is not None and self._facts.leak_entries is not None:
+            self._facts.leak_entries.append(self._cross_entropies.judge_loss(value))
             self._cross_entropies = None
 
     def _probe_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -371,17 +400,17 @@ class RunRecorder:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
         """
-        self._facts["leak_entries"] = []  # set before the model is called, which calls this hook again
+        self._facts.leak_entries = []  # set before the model is called, which calls this hook again
         self._trace.pause_recording()
         probe = LeakProbe(model, args, kwargs, self._loaders.last_batch)
         try:
             probe.test_model()
         except Exception as error:
-            self._facts["probe_error"] = (
-                f"the model cannot be called on a changed batch: {type(error).__name__}: {error}"[:300]
-            )
-        self._facts["leak_entries"] = probe.entries
-        self._facts["buffers_changed_by_eval"] = [name.replace("_orig_mod.", "") for name in probe.changed_buffers]
+            self._facts.probe_error = f"the model cannot be called on a changed batch: {type(error).__name__}: {error}"[
+                :300
+            ]
+        self._facts.leak_entries = probe.entries
+        self._facts.buffers_changed_by_eval = [name.replace("_orig_mod.", "") for name in probe.changed_buffers]
         self._cross_entropies = probe.compute_cross_entropies()
         self._trace.resume_recording()
 
@@ -392,18 +421,18 @@ class RunRecorder:
         if self._has_started:
             return
         models, facts = self._models, self._facts
-        facts.setdefault("generator_hashes", hash_generators())
+        self._record_generators()
         hashes, samples = models.sample_parameters()
         buffer_hashes = {f"buffer:{name}": value for name, value in models.hash_buffers().items()}
-        facts["initial_hashes"] = {**hashes, **buffer_hashes}
-        self._has_started = bool(facts["initial_hashes"])  # a script can call backward() before it prepares a model
-        facts["trainable_parameters"] = models.list_trainable()
-        facts["frozen_parameters"] = models.list_frozen()
-        facts["optimized_parameters"] = models.list_optimized()
-        facts["trainable_dtypes"] = models.list_trainable_dtypes()
-        facts["batch_norms"] = models.list_batch_norms()
-        facts["optimizers"] = models.describe_optimizers()
-        facts["num_dropout_rates"] = models.count_dropout_rates(sets_to_zero=self._request.shares_draws)
+        facts.initial_hashes = {**hashes, **buffer_hashes}
+        self._has_started = bool(facts.initial_hashes)  # a script can call backward() before it prepares a model
+        facts.trainable_parameters = models.list_trainable()
+        facts.frozen_parameters = models.list_frozen()
+        facts.optimized_parameters = models.list_optimized()
+        facts.trainable_dtypes = models.list_trainable_dtypes()
+        facts.batch_norms = models.list_batch_norms()
+        facts.optimizers = models.describe_optimizers()
+        facts.num_dropout_rates = models.count_dropout_rates(sets_to_zero=self._request.shares_draws)
         self._trace.update_names()
         prepared = self._run.prepared
         self._unprepared_models.find_models(prepared.models)
@@ -424,10 +453,16 @@ class RunRecorder:
             scheduler.step = self._wrap_scheduler_step(scheduler.step)
 
     def _wrap_scheduler_step(self, step: Any) -> Any:
+        """Return a `scheduler.step` that also records the metrics that the script passes to it.
+
+        Args:
+            step: Method of the scheduler.
+        """
+
         def step_and_record(*args: Any, **kwargs: Any) -> Any:
             for value in (*args, *kwargs.values()):
                 if _is_number(value) and not isinstance(value, int):  # an integer is the number of an epoch
-                    self._facts["scheduler_metrics"].append(
+                    self._facts.scheduler_metrics.append(
                         {"update": self._num_updates, "value": float(value), "line": find_line()}
                     )
             return step(*args, **kwargs)
@@ -450,15 +485,7 @@ class RunRecorder:
 
     def _begin_update(self) -> None:
         """Reset what is recorded about the current update."""
-        # Fields of the `UpdateRecord` of the current update.
-        self._update: dict[str, Any] = {
-            "batches": [],
-            "losses": [],
-            "gradient_norms": {},
-            "idle_experts": {},
-            "training_modes": {},
-            "discard_lines": [],
-        }
+        self._update = UpdateRecord()
         self._gradient_samples: dict[str, Any] = {}
         self._start_time, self._start_cpu_time = time.perf_counter(), time.thread_time()
 
@@ -471,54 +498,56 @@ class RunRecorder:
         number = self._last_update = self._num_updates
         is_last = number >= self._request.num_updates
         if self._tensor_peak is not None and is_last:
-            self._facts["tensor_peak_bytes"] = self._tensor_peak.stop()
-        hashes, samples = self._models.sample_parameters()
-        buffer_hashes = self._models.hash_buffers()
-        device = self._run.runtime.device
-        self._update.update(
-            number=number,
-            parameter_hashes=hashes,
-            buffer_hashes=buffer_hashes,
-            unprepared_hashes=self._unprepared_models.hash_parameters(),
-            seconds=time.perf_counter() - self._start_time,
-            peak_bytes=measure_peak(device),
-            resident_bytes=measure_resident(device),
-            rate_lines=self._rates.take_lines(),
-            **self._trace.take_lines(),
-        )
-        self._update["cpu_seconds"] = time.thread_time() - self._start_cpu_time
+            self._facts.tensor_peak_bytes = self._tensor_peak.stop()
+        update, device = self._update, self._run.runtime.device
+        update.number = number
+        update.parameter_hashes, samples = self._models.sample_parameters()
+        update.buffer_hashes = self._models.hash_buffers()
+        update.unprepared_hashes = self._unprepared_models.hash_parameters()
+        update.seconds = time.perf_counter() - self._start_time
+        update.cpu_seconds = time.thread_time() - self._start_cpu_time
+        update.peak_bytes, update.resident_bytes = measure_peak(device), measure_resident(device)
+        update.rate_lines = self._rates.take_lines()
+        self._trace.move_lines(update)
         if is_last:
             gc.collect()
             results = self._trace.list_alive_results(number)
             _, names_by_address = self._models.map_tensors()
-            self._facts["alive_tensors"] = measure_alive_tensors(results, names_by_address)
-        self._facts["slow_functions"] = self._loaders.slow_functions.list_functions()
+            self._facts.alive_tensors = measure_alive_tensors(results, names_by_address)
+        self._facts.slow_functions = self._loaders.slow_functions.list_functions()
         gradients = {f"g:{name}": value for name, value in self._gradient_samples.items()}
         parameters = {f"p:{name}": value for name, value in samples.items()}
         self._save_arrays(f"update_{number}", gradients | parameters)
         with open(self._folder / f"rank{self._rank}.jsonl", "a") as file:
-            file.write(json.dumps(self._update) + "\n")
+            file.write(json.dumps(vars(update)) + "\n")
         self._begin_update()
         self._write_facts()
         self._is_writing = False
 
     def _write_facts(self) -> None:
+        """Write all facts about the run so far into this rank's file."""
         facts = self._facts
-        facts["num_backwards"] = self._num_backwards
-        facts["draw_lines"] = self._draws.draw_lines
-        facts["unshared_draw_lines"] = self._draws.unshared_lines
-        facts["num_dropout_calls"] = self._draws.num_dropout_calls
-        facts["escaped_files"] = self._escapes.list_files()
-        facts["reversed_listing_lines"] = list_reversed_lines()
-        facts["uses_compilation"] = get_eager_calls().is_used
-        facts["write_lines"] = self._trace.write_lines
-        facts.update(cast("RunFacts", get_source_watch().list_facts()))
+        facts.num_backwards = self._num_backwards
+        facts.draw_lines = self._draws.draw_lines
+        facts.unshared_draw_lines = self._draws.unshared_lines
+        facts.num_dropout_calls = self._draws.num_dropout_calls
+        facts.escaped_files = self._escapes.list_files()
+        facts.reversed_listing_lines = list_reversed_lines()
+        facts.uses_compilation = get_eager_calls().is_used
+        facts.write_lines = self._trace.write_lines
+        vars(facts).update(vars(get_source_watch().list_facts()))  # `RunFacts` has all fields of `SourceFacts`
         path = self._folder / f"facts{self._rank}.json"
         # The process can be killed at any time, so the file is replaced in one step.
-        path.with_suffix(".new").write_text(json.dumps(facts))
+        path.with_suffix(".new").write_text(json.dumps(vars(facts)))
         path.with_suffix(".new").replace(path)
 
     def _save_arrays(self, name: str, arrays: dict[str, Any]) -> None:
+        """Write arrays into a file of the run's folder. Do nothing on other ranks than 0 if rank 0 has equal arrays.
+
+        Args:
+            name: Name of the file, without the rank and the suffix.
+            arrays: Arrays by name.
+        """
         # Under pipeline parallelism, each rank has only the parameters of its stages, so each rank writes its own.
         if self._rank == 0 or self._models.is_partial:
             numpy.savez(self._folder / f"{name}.{self._rank}.npz", **arrays)
@@ -537,7 +566,7 @@ class RunRecorder:
         request = self._request
         if self._has_saved or not request.saves_after or self._last_update < request.saves_after or self._has_ended:
             return
-        if not self._run.events.can_stop(loader) or self._run.windows.is_unfinished:
+        if not self._run.windows.reads.forget_dropped_batches(loader) or self._run.windows.is_unfinished:
             return
         self._has_saved = True
         if not self._checkpoints.checkpoint_folder.is_automatic:
@@ -557,7 +586,7 @@ class RunRecorder:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(30)  # the launcher kills the other ranks
         if self._last_update >= request.num_updates:
-            self._facts["end_reason"] = "enough"
+            self._facts.end_reason = "enough"
             self._end_process()
 
     def _end_process(self) -> None:
@@ -572,18 +601,18 @@ class RunRecorder:
     def _watch_progress(self) -> None:
         """Wait until any rank makes no progress for too long, then write this rank's stack and end this process.
 
-        The exit code is then 70. This method runs in a separate thread of each rank.
+        The exit code is then `STALLED_CODE`. This method runs in a separate thread of each rank.
         """
         patience = self._request.patience
         while time.monotonic() - self._last_progress < patience and not is_any_stuck(self._folder):
             time.sleep(min(1.0, patience / 4))
         if self._has_ended:
             return
-        self._facts["end_reason"] = "too slow"
+        self._facts.end_reason = "too slow"
         self._write_facts()
         write_stack(self._folder, self._rank)
         time.sleep(_STACK_SECONDS)
-        os._exit(70)
+        os._exit(STALLED_CODE)
 
     def _write_last_record(self) -> None:
         """Write the record of the last update when the process ends."""
@@ -591,7 +620,7 @@ class RunRecorder:
             return
         self._write_update()
         self._has_ended = True
-        self._facts.setdefault("end_reason", "ended")
+        self._facts.end_reason = self._facts.end_reason or "ended"
         self._write_facts()
 
 

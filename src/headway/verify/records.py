@@ -8,74 +8,11 @@ from typing import Any
 
 import numpy
 
-from headway.verify.record_types import BatchEntry, LossEntry, RunFacts
-from headway.verify.request import RunRequest
+from headway.verify.record_types import LossEntry, RunFacts, UpdateRecord
+from headway.verify.request import STALLED_CODE, RunRequest
 
 Arrays = dict[str, Any]
 """Recorded values by tensor name. For a large tensor, only a sample of its values is recorded."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateRecord:
-    """Record of one update on one rank. An update is one optimizer step, with all batches that it uses.
-
-    A line of the script is a text such as "train.py:12 in main".
-
-    Attributes:
-        number: Number of the update in the run, from 1.
-        batches: Batches from which the update was computed.
-        losses: Value of each loss, in order.
-        learning_rates: Learning rate of each parameter group of all prepared optimizers, in order.
-
-        gradient_norms: Norm of each parameter's gradient, as the optimizer received it, by parameter name.
-        parameter_hashes: Hash of each parameter's value after the update, by parameter name.
-        buffer_hashes: Hash of each buffer's value after the update, by buffer name.
-        unprepared_hashes: Hash of the parameters of each model that was not passed to `prepare`, by a description of
-            the model, such as "Teacher, created at train.py:9".
-        idle_experts: Indices of the experts without gradient, by the name of the parameter that contains all experts.
-        frozen_with_gradient: Names of the frozen parameters that had a gradient at each optimizer step of the update.
-        training_modes: Modes ("train", "eval") in which a model was called with gradients, by the index of the prepared
-            model as text; "-1" is a model that was not prepared.
-
-        write_lines: Lines of the script that changed a parameter or buffer in place, by the name of the tensor.
-        unprepared_write_lines: Lines of the script that changed a model that was not passed to `prepare`, by a
-            description of the model.
-        gradient_lines: For each line of the script that changed gradients, how many backward passes of the update had
-            run before each change.
-        rate_lines: Lines of the script that set a learning rate.
-        discard_lines: Lines of the script that cleared gradients of a batch before an optimizer step used them. A line
-            occurs once for each batch.
-
-        seconds: Duration of the update, in seconds.
-        cpu_seconds: CPU time that the main thread spent on the update, in seconds.
-        peak_bytes: Peak memory from the start of the process: bytes allocated on the GPU, or, on a CPU, the resident
-            memory of the process.
-        resident_bytes: Memory in use after the update, measured like `peak_bytes`.
-    """
-
-    number: int
-    batches: list[BatchEntry] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    learning_rates: list[float] = field(default_factory=list)
-
-    gradient_norms: dict[str, float] = field(default_factory=dict)
-    parameter_hashes: dict[str, str] = field(default_factory=dict)
-    buffer_hashes: dict[str, str] = field(default_factory=dict)
-    unprepared_hashes: dict[str, str] = field(default_factory=dict)
-    idle_experts: dict[str, list[int]] = field(default_factory=dict)
-    frozen_with_gradient: list[str] = field(default_factory=list)
-    training_modes: dict[str, list[str]] = field(default_factory=dict)
-
-    write_lines: dict[str, list[str]] = field(default_factory=dict)
-    unprepared_write_lines: dict[str, list[str]] = field(default_factory=dict)
-    gradient_lines: dict[str, list[int]] = field(default_factory=dict)
-    rate_lines: list[str] = field(default_factory=list)
-    discard_lines: list[str] = field(default_factory=list)
-
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    peak_bytes: int = 0
-    resident_bytes: int = 0
 
 
 @dataclass
@@ -100,11 +37,14 @@ class RunRecord:
     seconds: float = 0.0
     facts_by_rank: list[RunFacts] = field(default_factory=list)
     updates_by_rank: list[dict[int, UpdateRecord]] = field(default_factory=list)
+    # Contents of files that were read already: losses by rank, and arrays by update.
+    _losses_by_rank: dict[int, list[LossEntry]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _arrays_by_update: dict[int, Arrays] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def rank0_facts(self) -> RunFacts:
-        """What global rank 0 has recorded about the run as a whole. Empty if it has recorded nothing."""
-        return self.facts_by_rank[0] if self.facts_by_rank else {}
+        """What global rank 0 has recorded about the run as a whole. Only defaults if it has recorded nothing."""
+        return self.facts_by_rank[0] if self.facts_by_rank else RunFacts()
 
     @property
     def rank0_updates(self) -> dict[int, UpdateRecord]:
@@ -122,13 +62,18 @@ class RunRecord:
         return self.code == 0 and bool(self.updates_by_rank) and all(self.updates_by_rank)
 
     @property
+    def has_stalled(self) -> bool:
+        """Whether the run was ended because it made no progress, or because it took too long in all."""
+        return self.code in (None, STALLED_CODE)
+
+    @property
     def draws_random_numbers(self) -> bool:
         """Whether the training loop on global rank 0 draws random numbers from torch's global generator.
 
         Dropout counts, even if its rate is 0 during the recorded updates.
         """
         facts = self.rank0_facts
-        return bool(facts.get("draw_lines") or facts.get("num_dropout_calls") or facts.get("num_dropout_rates"))
+        return bool(facts.draw_lines or facts.num_dropout_calls or facts.num_dropout_rates)
 
     @cached_property
     def start(self) -> Arrays:
@@ -159,28 +104,33 @@ class RunRecord:
             rank: Global rank.
             update: Number of the update.
         """
-        losses_by_rank = self.__dict__.setdefault("_losses_by_rank", {})
-        if rank not in losses_by_rank:
-            losses_by_rank[rank] = self._read_losses(rank)
-        return [each for each in losses_by_rank[rank] if each["update"] == update]
+        if rank not in self._losses_by_rank:
+            self._losses_by_rank[rank] = self._read_losses(rank)
+        return [each for each in self._losses_by_rank[rank] if each.update == update]
 
     def _read_losses(self, rank: int) -> list[LossEntry]:
+        """Return the losses that a rank has recorded, in order, without those whose backward pass failed."""
         path = Path(self.request.folder, f"trace{rank}.jsonl")
         losses: list[LossEntry] = []
         for entry in _read_json_lines(path):
             if "is_void" in entry:  # the backward pass of the loss before this entry has failed
                 losses = losses[:-1]
             else:
-                losses.append(entry)
+                losses.append(LossEntry.from_dict(entry))
         return losses
 
     def _read_update(self, update: int) -> Arrays:
-        arrays_by_update = self.__dict__.setdefault("_arrays_by_update", {})
-        if update not in arrays_by_update:
-            arrays_by_update[update] = self._load_arrays(f"update_{update}")
-        return arrays_by_update[update]  # type: ignore[no-any-return]
+        """Return the arrays of an update, by name. They are read from the disk only once."""
+        if update not in self._arrays_by_update:
+            self._arrays_by_update[update] = self._load_arrays(f"update_{update}")
+        return self._arrays_by_update[update]
 
     def _load_arrays(self, name: str) -> Arrays:
+        """Return the arrays that all ranks have written under a name, in float64.
+
+        Args:
+            name: Name of the files, without the rank and the suffix.
+        """
         # Under pipeline parallelism, each rank has written only the parameters of its stages. Otherwise rank 0 has
         # written all of them.
         arrays: Arrays = {}
@@ -225,7 +175,7 @@ def read_record(request: RunRequest, num_processes: int, code: int | None, outpu
         path = folder / f"facts{rank}.json"
         if not path.exists():
             break
-        record.facts_by_rank.append(json.loads(path.read_text()))
+        record.facts_by_rank.append(RunFacts(**json.loads(path.read_text())))
         updates = [UpdateRecord(**entry) for entry in _read_json_lines(folder / f"rank{rank}.jsonl")]
         record.updates_by_rank.append({each.number: each for each in updates})
     return record

@@ -8,6 +8,9 @@ from typing import Any
 
 from headway.common import env
 
+STALLED_CODE = 70
+"""Exit code with which a rank ends its process if any rank makes no progress for too long."""
+
 
 @dataclass(frozen=True)
 class RunRequest:

@@ -304,6 +304,7 @@ class RunningScript:
         self._process.wait()
 
     def _send_signal(self, number: int) -> None:
+        """Send a signal to all processes of the script. Do nothing if they have ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 

@@ -19,7 +19,7 @@ def count_samples(record: RunRecord, update: int, key: SampleKey) -> Counter[Any
     counts: Counter[Any] = Counter()
     seen_shards = set()
     for facts, updates in zip(record.facts_by_rank, record.updates_by_rank, strict=False):
-        shard = facts["data_shard_index"]
+        shard = facts.data_shard_index
         if shard in seen_shards or update not in updates:
             continue
         seen_shards.add(shard)

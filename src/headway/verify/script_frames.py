@@ -84,7 +84,9 @@ def describe_number(frame: FrameType, number: float) -> str:
 
 
 def describe_tensor(frame: FrameType | None, module: torch.nn.Module | None, tensor: torch.Tensor) -> str:
-    """Return an expression for a tensor, such as "weight of a Linear" or "keeper.rows"; "" if there is none.
+    """Return a name for a tensor, such as "weight of a Linear" or "keeper.rows"; "" if the tensor is not found.
+
+    The module is searched first, then the frame's variables with their items and attributes.
 
     Args:
         frame: Frame whose variables are searched, or None.
@@ -107,16 +109,33 @@ def _list_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
     Large namespaces and containers are searched only in part, because this runs for many torch calls.
     """
-    spaces = [frame.f_locals] if frame.f_locals is frame.f_globals else [frame.f_locals, frame.f_globals]
-    for space in spaces:
-        variables = [(name, value) for name, value in list(space.items())[:400] if not name.startswith("__")]
+    namespaces = [frame.f_locals]
+    if frame.f_globals is not frame.f_locals:  # they are one dict at the top level of a module
+        namespaces.append(frame.f_globals)
+    for namespace in namespaces:
+        variables = [(name, value) for name, value in list(namespace.items())[:400] if not name.startswith("__")]
         yield from variables
         for name, value in variables:
-            if isinstance(value, dict):
-                yield from ((f"{name}[{key!r}]", each) for key, each in list(value.items())[:50])
-            elif isinstance(value, list | tuple):
-                yield from ((f"{name}[{index}]", each) for index, each in enumerate(value[:50]))
-            elif not inspect.ismodule(value) and not isinstance(value, type):
-                attributes = getattr(value, "__dict__", None)
-                if isinstance(attributes, dict):
-                    yield from ((f"{name}.{key}", each) for key, each in list(attributes.items())[:100])
+            yield from _list_members(name, value)
+
+
+def _list_members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of (expression, value) for the items of a container, or for the attributes of an object.
+
+    Modules and classes are left out.
+
+    Args:
+        name: Name of the variable that holds the value.
+        value: Container or other object.
+    """
+    if isinstance(value, dict):
+        for key, item in list(value.items())[:50]:
+            yield f"{name}[{key!r}]", item
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value[:50]):
+            yield f"{name}[{index}]", item
+    elif not inspect.ismodule(value) and not isinstance(value, type):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            for key, attribute in list(attributes.items())[:100]:
+                yield f"{name}.{key}", attribute

@@ -165,7 +165,7 @@ def _become_rank(order: StartOrder, rank: int, port: int) -> None:
     import torch
 
     from headway.launch import worker
-    from headway.verify.compilation import get_eager_calls
+    from headway.verify.compilation import turn_off_compilation
     from headway.verify.listings import reverse_listings_if_asked
     from headway.verify.sources import get_source_watch
 
@@ -197,7 +197,7 @@ def _become_rank(order: StartOrder, rank: int, port: int) -> None:
     reverse_listings_if_asked()
     _watch_start(rank)
     get_source_watch().install_watches()
-    get_eager_calls().install_for(read_request())
+    turn_off_compilation(read_request())
     kind, target, *args = order["program"]
     worker.main([str(parent), kind, "merge", target, *args])
 

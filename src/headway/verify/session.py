@@ -160,59 +160,89 @@ class VerifySession:
     def _make_other_runs(self, runs: RunSet) -> None:
         """Make all runs except the baseline and its repetition, and store their records in `runs`.
 
-        If the script draws random numbers, has no seed, or shuffles in an order that depends on the number of
-        processes, the runs that are compared with the reference draw, seed and shuffle independently of that number.
-
         Args:
             runs: Records of the baseline and its repetition. The other records are added.
         """
         options, baseline, repeat = self._options, runs.baseline, runs.repeat
-        num_processes = options.num_processes
-        draws = baseline.draws_random_numbers
-        initial_hashes = baseline.rank0_facts.get("initial_hashes")
-        is_seeded = repeat is None or repeat.rank0_facts.get("initial_hashes") == initial_hashes
-        shares_order = baseline.rank0_facts["uses_accelerate_rules"]
-        is_baseline_reference = not (draws or shares_order) and is_seeded
-        reference = replace(
-            self._make_request("reference"),
-            shares_draws=draws,
-            seed=-1 if is_seeded else _SEED,
-            shares_order=shares_order,
-        )
-        loaders = baseline.rank0_facts.get("loaders", {})
-        split = replace(
-            reference,
-            splits_batches=True,
-            batch_sizes={number: loader["batch_size"] for number, loader in loaders.items()},
-        )
-        compares_processes = options.needs_any("processes", "layout", "samples", "learning")
+        request = self._request_reference(baseline, repeat)
+        is_baseline_reference = not (request.shares_draws or request.shares_order) and request.seed == -1
         futures: dict[str, Future[RunRecord]] = {}  # by attribute of `runs`
-        if compares_processes:
-            futures["several"] = self._start_run(replace(split, name="several"), num_processes)
-            if options.layout_name:
-                futures["layout"] = self._start_run(replace(split, name="layout"), num_processes, command="layout")
+        if self._compares_processes:
+            futures |= self._start_runs_on_several(request, baseline)
         if is_baseline_reference:
             runs.reference = baseline
-        elif compares_processes:
-            futures["reference"] = self._start_run(reference, 1)
-        if compares_processes or options.needs_any("resume", "out_of_memory"):
-            futures["reordered"] = self._start_run(replace(reference, name="reordered", reverses_rows=True), 1)
-        if options.needs_any("resume") and repeat is not None and repeat.rank0_facts.get("saves"):
-            request = self._request_continuation("resumed", repeat)
-            futures["resumed"] = self._start_run(request, 1, args=options.resume_args)
-            if compares_processes and is_baseline_reference:
-                request = self._request_continuation("resumed_on_several", repeat)
-                futures["resumed_on_several"] = self._start_run(request, num_processes, args=options.resume_args)
-        if options.needs_any("out_of_memory") and baseline.rank0_facts.get("replays_batches"):
-            request = replace(self._make_request("replayed"), fails_in=self._choose_failing_backward(baseline))
-            futures["replayed"] = self._start_run(request, 1)
+        elif self._compares_processes:
+            futures["reference"] = self._start_run(request, 1)
+        if self._compares_processes or options.needs_any("resume", "out_of_memory"):
+            futures["reordered"] = self._start_run(replace(request, name="reordered", reverses_rows=True), 1)
+        if options.needs_any("resume") and repeat is not None and repeat.rank0_facts.saves:
+            futures |= self._resume_run(repeat, on_several=self._compares_processes and is_baseline_reference)
+        if options.needs_any("out_of_memory") and baseline.rank0_facts.replays_batches:
+            replayed = replace(self._make_request("replayed"), fails_in=self._choose_failing_backward(baseline))
+            futures["replayed"] = self._start_run(replayed, 1)
         if options.needs_any("memory"):
             futures |= self._measure_memory()
         if options.needs_any("leaks", "learning"):
-            request = replace(reference, name="probed", shares_draws=True, num_updates=1, probes_leaks=True)
-            futures["probed"] = self._start_run(request, 1)
+            probed = replace(request, name="probed", shares_draws=True, num_updates=1, probes_leaks=True)
+            futures["probed"] = self._start_run(probed, 1)
         for name, future in futures.items():
             setattr(runs, name, future.result())
+
+    @property
+    def _compares_processes(self) -> bool:
+        """Whether a requested proof compares a run on several processes with a single-process run."""
+        return self._options.needs_any("processes", "layout", "samples", "learning")
+
+    def _request_reference(self, baseline: RunRecord, repeat: RunRecord | None) -> RunRequest:
+        """Return the request of the single-process run with which runs on several processes are compared.
+
+        If the script draws random numbers, has no seed, or shuffles in an order that depends on the number of
+        processes, the compared runs must draw, seed and shuffle independently of that number.
+
+        Args:
+            baseline: Plain single-process run.
+            repeat: Its repetition, or None if it was not made.
+        """
+        initial_hashes = baseline.rank0_facts.initial_hashes
+        is_seeded = repeat is None or repeat.rank0_facts.initial_hashes == initial_hashes
+        return replace(
+            self._make_request("reference"),
+            shares_draws=baseline.draws_random_numbers,
+            seed=-1 if is_seeded else _SEED,
+            shares_order=baseline.rank0_facts.uses_accelerate_rules,
+        )
+
+    def _start_runs_on_several(self, reference: RunRequest, baseline: RunRecord) -> "dict[str, Future[RunRecord]]":
+        """Start the runs on several processes, and return the futures of their records.
+
+        Their processes share the batches of a single process, so that all runs train on equal global batches.
+
+        Args:
+            reference: Request of the single-process run with which they are compared.
+            baseline: Plain single-process run.
+        """
+        num_processes = self._options.num_processes
+        loaders = baseline.rank0_facts.loaders
+        batch_sizes = {number: loader["batch_size"] for number, loader in loaders.items()}
+        split = replace(reference, splits_batches=True, batch_sizes=batch_sizes)
+        futures = {"several": self._start_run(replace(split, name="several"), num_processes)}
+        if self._options.layout_name:
+            futures["layout"] = self._start_run(replace(split, name="layout"), num_processes, command="layout")
+        return futures
+
+    def _resume_run(self, killed: RunRecord, *, on_several: bool) -> "dict[str, Future[RunRecord]]":
+        """Start the runs that continue a killed run from its checkpoint, and return the futures of their records.
+
+        Args:
+            killed: Single-process run that saved a checkpoint before it was killed.
+            on_several: Whether to resume also on several processes.
+        """
+        args = self._options.resume_args
+        futures = {"resumed": self._start_run(self._request_continuation("resumed", killed), 1, args=args)}
+        if on_several:
+            request = self._request_continuation("resumed_on_several", killed)
+            futures["resumed_on_several"] = self._start_run(request, self._options.num_processes, args=args)
+        return futures
 
     def _measure_memory(self) -> "dict[str, Future[RunRecord]]":
         """Start the runs that measure and forecast the script's memory, and return the futures of their records."""
@@ -227,6 +257,7 @@ class VerifySession:
     # ---------------------------------------------------------------- single runs
 
     def _make_request(self, name: str) -> RunRequest:
+        """Return the request for a run with this name, with the options of the session."""
         return RunRequest(
             name=name,
             folder=str(self._scratch / name),
@@ -236,6 +267,7 @@ class VerifySession:
         )
 
     def _get_output_folder(self, name: str) -> str:
+        """Return the folder into which the script of the named run writes its files."""
         return str(self._scratch / "output" / name)
 
     def _request_continuation(self, name: str, killed: RunRecord) -> RunRequest:
@@ -252,7 +284,7 @@ class VerifySession:
         Args:
             baseline: Record of the single-process run.
         """
-        return max(2, int(baseline.rank0_facts.get("num_backwards", 2)) // 2 + 1)
+        return max(2, int(baseline.rank0_facts.num_backwards) // 2 + 1)
 
     def _start_run(
         self, request: RunRequest, num_processes: int, *, command: str = "", args: tuple[str, ...] = ()
@@ -324,7 +356,7 @@ class VerifySession:
             "verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name (add --as "
             "accelerate)"
         )
-        if baseline.code is None or baseline.code == 70:
+        if baseline.has_stalled:
             raise VerifyError(f"{self._describe_slowness(baseline, requirement)} {reference}")
         if baseline.code != 0:
             raise VerifyError(
@@ -372,7 +404,7 @@ class VerifySession:
         Args:
             baseline: Record of the single-process run.
         """
-        num_backwards = int(baseline.rank0_facts.get("num_backwards", 0))
+        num_backwards = int(baseline.rank0_facts.num_backwards)
         if not num_backwards or baseline.last_update:
             return ""
         times = "once" if num_backwards == 1 else f"{num_backwards} times"

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
-from headway.core.weights.pieces import is_dtensor, list_own_boxes, make_slices
+from headway.core.weights.dtensor_boxes import list_own_boxes
+from headway.core.weights.pieces import is_dtensor, make_slices
 
 
 def get_address(tensor: torch.Tensor) -> int:

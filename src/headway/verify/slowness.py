@@ -33,6 +33,10 @@ class SlowFunctions:
         self._is_fetching.clear()
 
     def _sample_until_end(self) -> None:
+        """Count the function that the main thread runs, at regular intervals while it fetches a batch. Never return.
+
+        The method runs in a daemon thread, which ends with the process.
+        """
         pause = threading.Event()
         while True:
             self._is_fetching.wait()

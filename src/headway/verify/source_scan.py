@@ -76,4 +76,5 @@ def _list_calls(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def _is_none(node: ast.expr) -> bool:
+    """Whether an expression in the source is the constant None."""
     return isinstance(node, ast.Constant) and node.value is None

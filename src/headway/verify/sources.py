@@ -98,18 +98,26 @@ class SourceWatch:
         """Return the recorded lines, and calls that were only found in the source of the script ("suspects")."""
         if self._suspects is None:
             self._suspects = scan_sources()
-        return {
-            "clock_lines": self.clock_lines,
-            "unseeded_lines": self.unseeded_lines,
-            "global_draw_lines": self.draw_lines,
-            "seed_lines": self.seed_lines,
-            "eval_lines": self.eval_lines,
-            "suspects": self._suspects,
-        }
+        return SourceFacts(
+            clock_lines=self.clock_lines,
+            unseeded_lines=self.unseeded_lines,
+            global_draw_lines=self.draw_lines,
+            seed_lines=self.seed_lines,
+            eval_lines=self.eval_lines,
+            suspects=self._suspects,
+        )
 
     # ---------------------------------------------------------------- replacements
 
     def _watch_function(self, module: Any, name: str, lines: dict[str, str], title: str) -> None:
+        """Replace a function of a module by one that also records the script line of each call.
+
+        Args:
+            module: Module, such as `time`.
+            name: Name of the function in the module.
+            lines: Dict to which the line is added.
+            title: Name of the function in the record.
+        """
         original: Callable[..., Any] = getattr(module, name)
 
         @wraps(original)
@@ -147,6 +155,7 @@ class SourceWatch:
         random.Random.__init__ = create_and_record  # type: ignore[method-assign, assignment]
 
     def _watch_seed(self) -> None:
+        """Replace `random.seed` by a function that also records the script line and the seed of each call."""
         original = random.seed
 
         @wraps(original)
@@ -159,6 +168,11 @@ class SourceWatch:
         random.seed = seed_and_record
 
     def _watch_creation(self, kind: type) -> None:
+        """Replace a class's `__init__` by one that also records the script line that creates each object.
+
+        Args:
+            kind: Class whose objects are recorded.
+        """
         original = kind.__init__  # type: ignore[misc]
         creations = self._creations
 

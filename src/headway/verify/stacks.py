@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.common.callsite import is_user_file
+
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 """Line of a stack that faulthandler has written."""
-_LIBRARY_PATHS = ("/headway/", "site-packages", "/lib/python", "<frozen ")
-"""Parts of the paths of source files that are not the user's code."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _read_stack(rank: int, text: str) -> StuckRank:
     # faulthandler prints the main thread last, after the recorder's threads and those of libraries.
     main_thread = text.rpartition("hread 0x")[2]
     frames = [match for line in main_thread.splitlines() if (match := _FRAME.match(line))]
-    user_frame = next((each for each in frames if not any(part in each["file"] for part in _LIBRARY_PATHS)), None)
+    user_frame = next((each for each in frames if is_user_file(each["file"])), None)
     line = ""
     if user_frame is not None:
         line = f"{Path(user_frame['file']).name}:{user_frame['line']} in {user_frame['name']}"

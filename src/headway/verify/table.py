@@ -40,6 +40,13 @@ def format_table(verdicts: Sequence[Verdict], *, has_color: bool = False) -> str
 
 
 def _color_text(text: str, status: str, has_color: bool) -> str:
+    """Return a text in the terminal color of a status, or the text itself.
+
+    Args:
+        text: Text to color.
+        status: Status of a verdict, such as "PASS".
+        has_color: Whether the terminal supports colors.
+    """
     return f"\033[{_COLORS[status]}m{text}\033[0m" if has_color else text
 
 

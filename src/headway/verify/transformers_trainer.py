@@ -13,9 +13,11 @@ from headway.verify.request import RunRequest, redirect_path
 class _Recorder(Protocol):
     """Recorder to which saves and loads are reported. `RunRecorder` implements it."""
 
-    def record_save(self, folder: str) -> None: ...
+    def record_save(self, folder: str) -> None:
+        """Record that the Trainer has saved a checkpoint in a folder."""
 
-    def record_load(self, num_updates: int, folder: str) -> None: ...
+    def record_load(self, num_updates: int, folder: str) -> None:
+        """Record that the Trainer has loaded a checkpoint from a folder, after `num_updates` updates."""
 
 
 def watch_transformers_trainer(recorder: _Recorder, request: RunRequest) -> None:

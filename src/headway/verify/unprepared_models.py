@@ -21,6 +21,7 @@ class UnpreparedModels:
     """
 
     def __init__(self) -> None:
+        # Pairs of (description, weak reference to the model).
         self._models: list[tuple[str, weakref.ref[torch.nn.Module]]] = []
 
     def find_models(self, prepared: Sequence[torch.nn.Module]) -> None:
@@ -34,18 +35,19 @@ class UnpreparedModels:
         prepared_modules = {id(module) for model in prepared for module in model.modules()}
         prepared_parameters = {id(p) for model in prepared for p in model.parameters()}
         # `isinstance` would read `__class__`, which any object may override, so the type is compared.
-        modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-        modules = [each for each in modules if id(each) not in prepared_modules]
-        submodules = {id(part) for each in modules for part in each.modules() if part is not each}
-        for module in modules:
-            parameters = list(module.parameters())
-            is_large = sum(p.numel() for p in parameters) > _MOST_HASHED
+        all_modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+        unprepared = [each for each in all_modules if id(each) not in prepared_modules]
+        submodules = {id(part) for each in unprepared for part in each.modules() if part is not each}
+        models = [each for each in unprepared if id(each) not in submodules]
+        for model in models:
+            parameters = list(model.parameters())
+            num_values = sum(p.numel() for p in parameters)
             shares_parameters = any(id(p) in prepared_parameters for p in parameters)
-            if id(module) in submodules or not parameters or is_large or shares_parameters:
+            if not parameters or num_values > _MOST_HASHED or shares_parameters:
                 continue
-            line = get_source_watch().get_creation_line(module)
-            description = f"{type(module).__name__}, created at {line}" if line else type(module).__name__
-            self._models.append((description, weakref.ref(module)))
+            line = get_source_watch().get_creation_line(model)
+            description = f"{type(model).__name__}, created at {line}" if line else type(model).__name__
+            self._models.append((description, weakref.ref(model)))
 
     def map_addresses(self) -> dict[int, str]:
         """Return the description of each model that still exists, by the memory address of each of its parameters."""

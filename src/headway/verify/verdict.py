@@ -1,7 +1,8 @@
-"""`Verdict`, the result of one proof, and `RunSet`, the records of the runs that the proofs compare."""
+"""`Proof` and its result, a `Verdict`, and `RunSet`, the records of the runs that the proofs compare."""
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -12,7 +13,7 @@ from headway.verify.stacks import describe_stuck, read_stacks
 Status = Literal["PASS", "FAIL", "NOT CHECKED"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Result of one proof, which is a check of `headway verify`.
 
@@ -33,6 +34,72 @@ class Verdict:
     details: tuple[str, ...] = ()
     advice: str = ""
     page: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Name of a proof, which is a check of `headway verify`. Its methods create the proof's verdicts.
+
+    Attributes:
+        key: Word that selects the proof on the command line.
+        title: Title of the proof in the printed table.
+        page: Page of the documentation for failures whose cause has no page of its own, such as "data.md".
+    """
+
+    key: str
+    title: str
+    page: str = ""
+
+    def report_pass(self, reason: str, *, page: str = "") -> Verdict:
+        """Return the verdict "PASS".
+
+        Args:
+            reason: Result in one line.
+            page: Page of the documentation. Default: "", no page.
+        """
+        return Verdict(key=self.key, title=self.title, status="PASS", reason=reason, page=page)
+
+    def report_failure(
+        self, reason: str, *, details: Sequence[str] = (), advice: str = "", page: str | None = None
+    ) -> Verdict:
+        """Return the verdict "FAIL".
+
+        Args:
+            reason: Difference and its cause in one line.
+            details: Lines that describe where the difference was found. Default: no lines.
+            advice: Change to the script that is likely to help. Default: "", no advice.
+            page: Page of the documentation. Default: None, the proof's page.
+        """
+        return Verdict(
+            key=self.key,
+            title=self.title,
+            status="FAIL",
+            reason=reason,
+            details=tuple(details),
+            advice=advice,
+            page=self.page if page is None else page,
+        )
+
+    def report_unchecked(
+        self, reason: str, *, details: Sequence[str] = (), advice: str = "", page: str = ""
+    ) -> Verdict:
+        """Return the verdict "NOT CHECKED".
+
+        Args:
+            reason: Why the proof could not be made, in one line.
+            details: Lines that describe the reason. Default: no lines.
+            advice: Change to the script that makes the proof possible. Default: "", no advice.
+            page: Page of the documentation. Default: "", no page.
+        """
+        return Verdict(
+            key=self.key,
+            title=self.title,
+            status="NOT CHECKED",
+            reason=reason,
+            details=tuple(details),
+            advice=advice,
+            page=page,
+        )
 
 
 def shorten_paths(verdict: Verdict) -> Verdict:
@@ -98,7 +165,7 @@ def describe_failure(record: RunRecord) -> str:
     Args:
         record: Record of the run. Only its last lines of output are searched.
     """
-    if record.code is None or record.code == 70:  # `RunRecorder` exits with code 70 if there is no progress
+    if record.has_stalled:
         where = describe_stuck(read_stacks(Path(record.request.folder), record.num_processes))
         load = describe_load()
         phrases = [

@@ -34,8 +34,8 @@ def names_of_files():
     accelerator, _net, _optimizer, _data, _ticks = prepared(schedule=decaying)
     accelerator.save_state("state")
     accelerator.wait_for_everyone()
-    wanted = ["model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"]
-    return [os.path.exists(os.path.join("state", each)) for each in wanted]
+    expected = ["model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"]
+    return [os.path.exists(os.path.join("state", each)) for each in expected]
 
 
 def named_automatically():

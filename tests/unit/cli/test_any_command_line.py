@@ -11,7 +11,8 @@ from headway.cli import launch
 from headway.core.config.launch import SETTINGS
 from headway.errors import ConfigError
 from headway.launch.machine import Machine
-from headway.launch.plan import AgentOrder, LaunchPlan
+from headway.launch.order import AgentOrder
+from headway.launch.plan import LaunchPlan
 
 EXAMPLES = settings(max_examples=int(os.environ.get("HEADWAY_EXAMPLES", "300")), deadline=None)
 MACHINES = st.sampled_from([

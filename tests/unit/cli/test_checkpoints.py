@@ -20,14 +20,14 @@ def run_command(*words):
 
 def test_inspect_prints_the_contents_and_verifies_them(tmp_path):
     save(tmp_path, about={"num_updates": 7, "versions": {"torch": "2.13"}})
-    told = run_command("inspect", tmp_path / "checkpoint_1", "--tensors", "--verify").output
-    assert "num updates: 7" in told
-    assert "written by: torch 2.13" in told
-    assert "model/0/a  float32 [3, 4]" in told
-    assert "model/0/tied  tied to model/0/a" in told
-    assert "optimizer/0  1 tensor, 12 values, 48 B" in told
-    assert "files are as they were written, by their XXH3-128" in told
-    assert ", each with its XXH3-128\n" in told
+    output = run_command("inspect", tmp_path / "checkpoint_1", "--tensors", "--verify").output
+    assert "num updates: 7" in output
+    assert "written by: torch 2.13" in output
+    assert "model/0/a  float32 [3, 4]" in output
+    assert "model/0/tied  tied to model/0/a" in output
+    assert "optimizer/0  1 tensor, 12 values, 48 B" in output
+    assert "files are as they were written, by their XXH3-128" in output
+    assert ", each with its XXH3-128\n" in output
 
 
 def test_inspect_detects_damage_only_with_verify(tmp_path):
@@ -112,12 +112,12 @@ def test_inspect_escapes_terminal_control_characters(tmp_path):
 
 def test_errors_escape_terminal_control_characters(tmp_path, capsys):
     (tmp_path / "\x1b[2J").mkdir()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main(["inspect", str(tmp_path / "\x1b[2J")])
-    assert ended.value.code == 1
-    told = capsys.readouterr().err
-    assert "\\x1b[2J is not a committed checkpoint" in told
-    assert "\x1b" not in told
+    assert exc_info.value.code == 1
+    output = capsys.readouterr().err
+    assert "\\x1b[2J is not a committed checkpoint" in output
+    assert "\x1b" not in output
 
 
 def test_merge_names_models_whose_names_are_not_numbers(tmp_path):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from headway.cli.compat import command
 from headway.cli.main import group
-from headway.compat.accelerate.served.surface import list_used_names
+from headway.compat.accelerate.provided_names.surface import list_used_names
 from headway.errors import ConfigError
 
 SCRIPT = '''
@@ -152,9 +152,9 @@ def test_script_runs_with_the_printed_path(tmp_path):
         "print(accelerate.Accelerator(cpu=True).num_processes, metadata.version('accelerate'), accelerate.__headway_version__)\n"
     )
     line = f"PYTHONPATH=$({sys.executable} -m headway compat --path):$PYTHONPATH {sys.executable} {script}"
-    ran = subprocess.run(line, shell=True, capture_output=True, text=True, env=dict(os.environ), timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("1 1.15.0 ")
+    result = subprocess.run(line, shell=True, capture_output=True, text=True, env=dict(os.environ), timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("1 1.15.0 ")
 
 
 @pytest.mark.parametrize(

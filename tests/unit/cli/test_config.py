@@ -19,10 +19,10 @@ def run(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("HEADWAY_RUN", raising=False)
 
     def run_command(*args, code=0):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exc_info:
             main.main(list(args))
         said = capsys.readouterr()
-        assert ended.value.code == code, said
+        assert exc_info.value.code == code, said
         return said.out if code == 0 else said.err
 
     return run_command
@@ -64,11 +64,11 @@ def test_update_removes_unsupported_keys(run, tmp_path):
 def test_import_reports_every_key(run, tmp_path):
     foreign = tmp_path / "accelerate.yaml"
     foreign.write_text("use_cpu: true\nnum_processes: 2\ndistributed_type: FSDP\nmegatron_lm_config: {tp: 2}\n")
-    shown = run("config", "import", str(foreign))
-    assert "use_cpu                cpu: True" in shown
-    assert "distributed_type       FSDP: the model is sharded" in shown
-    assert "together               strategy: 'fsdp'" in shown
-    assert "1 of 4 keys could not be kept" in shown
+    output = run("config", "import", str(foreign))
+    assert "use_cpu                cpu: True" in output
+    assert "distributed_type       FSDP: the model is sharded" in output
+    assert "together               strategy: 'fsdp'" in output
+    assert "1 of 4 keys could not be kept" in output
     assert "cpu: true\n" in (tmp_path / "default_config.yaml").read_text()
     assert "exists already" in run("config", "import", str(foreign), code=2)
     assert "cannot be read" in run("config", "import", "nothing.yaml", code=2)
@@ -83,18 +83,18 @@ def test_config_file_before_the_subcommand_is_refused_with_the_correct_order(run
 
 
 def test_env_shows_versions_and_the_config_file(run, tmp_path):
-    shown = run("env")
+    output = run("env")
     for name in ("headway", "python", "torch", "accelerators", "CPU cores", "memory", "config file"):
-        assert f"\n{name} " in f"\n{shown}"
+        assert f"\n{name} " in f"\n{output}"
     assert json.loads(run("env", "--json"))["config file"].startswith(str(tmp_path))
 
 
 def test_env_hides_secrets(run, monkeypatch):
     monkeypatch.setenv("HEADWAY_SECRET", "0123456789abcdef")
     monkeypatch.setenv("HEADWAY_CONTROL", '{"key":"0123456789abcdef"}')
-    shown = run("env")
-    assert "0123456789abcdef" not in shown
-    assert shown.count("set, and not shown") == 2
+    output = run("env")
+    assert "0123456789abcdef" not in output
+    assert output.count("set, and not shown") == 2
 
 
 WITHOUT_QUESTIONARY = (
@@ -151,10 +151,10 @@ def _read_until(terminal, shown, expected):
 def test_update_of_values_that_json_cannot_hold_prints_one_error(tmp_path, capsys, text):
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main.main(["config", "update", "--config_file", str(path)])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert said.startswith("headway: error: ")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert exc_info.value.code == 2
+    assert output.startswith("headway: error: ")
+    assert output.count("\n") == 1
     assert path.read_text() == text

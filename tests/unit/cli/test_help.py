@@ -14,9 +14,9 @@ def show(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
     def run_command(*args):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exc_info:
             main.main([*args])
-        assert ended.value.code == 0
+        assert exc_info.value.code == 0
         return capsys.readouterr().out
 
     return run_command

@@ -59,10 +59,10 @@ def run(monkeypatch, tmp_path, capsys):
 
     def run_launch(*args):
         plans.clear()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exc_info:
             main.main(["launch", *args])
         said = capsys.readouterr()
-        assert ended.value.code == (0 if plans else 2), said.err
+        assert exc_info.value.code == (0 if plans else 2), said.err
         return plans[0] if plans else said.err
 
     return run_launch
@@ -150,9 +150,9 @@ def test_settings_come_from_environment_and_file(run, monkeypatch, tmp_path):
     ],
 )
 def test_invalid_command_line_is_refused_without_a_traceback(run, args, message):
-    said = run(*args)
-    assert message in said
-    assert "Traceback" not in said
+    output = run(*args)
+    assert message in output
+    assert "Traceback" not in output
 
 
 def test_each_flag_of_accelerate_is_accepted_or_explained():
@@ -163,36 +163,36 @@ def test_each_flag_of_accelerate_is_accepted_or_explained():
 
 def test_dry_run_prints_a_command_and_starts_nothing(run, capsys, monkeypatch):
     monkeypatch.setattr("headway.launch.run.execute_plan", lambda *a, **k: pytest.fail("started"))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main.main(["launch", "--dry-run", "-n", "2", "train.py", "it's"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("# headway: 2 processes on cpu")
-    assert "OMP_NUM_THREADS=4" in shown
-    assert subprocess.run(["sh", "-n", "-c", shown], capture_output=True).returncode == 0
+    assert exc_info.value.code == 0
+    output = capsys.readouterr().out
+    assert output.startswith("# headway: 2 processes on cpu")
+    assert "OMP_NUM_THREADS=4" in output
+    assert subprocess.run(["sh", "-n", "-c", output], capture_output=True).returncode == 0
 
 
 def test_help_names_every_setting_once(capsys):
     with pytest.raises(SystemExit):
         main.main(["launch", "--help-all"])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for parameter in launch.command.params:
         if parameter.name not in ("script", "script_args", "help_all") and not getattr(parameter, "hidden", False):
-            assert f"--{parameter.name}" in shown.split(), parameter.name  # a long flag has a line of its own
-    assert "Examples:\n  headway launch train.py" in shown
+            assert f"--{parameter.name}" in output.split(), parameter.name  # a long flag has a line of its own
+    assert "Examples:\n  headway launch train.py" in output
 
 
 def test_misspelled_command_gets_a_suggestion(capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main.main(["lanch", "train.py"])
-    assert ended.value.code == 2
+    assert exc_info.value.code == 2
     assert "'lanch' is not a command of headway; did you mean launch?" in capsys.readouterr().err
 
 
 def test_dry_run_with_very_many_machines_abbreviates_the_commands(run, capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main.main(["launch", "--cpu", "--num_machines", "2147483647", "--dry-run", "train.py"])
-    assert ended.value.code == 2
+    assert exc_info.value.code == 2
     shown = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"export HEADWAY_SECRET=[0-9a-f]{32}", shown[1])
     assert shown[3].endswith("--machine_rank 0 train.py")

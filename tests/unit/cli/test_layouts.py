@@ -25,10 +25,10 @@ def launch(monkeypatch, capsys, tmp_path):
 
     def run_launch(line):
         plans.clear()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exc_info:
             main.main(["launch", *shlex.split(line), "train.py"])
         said = capsys.readouterr()
-        assert ended.value.code == (0 if plans else 2), said.err
+        assert exc_info.value.code == (0 if plans else 2), said.err
         return plans[0] if plans else said.err
 
     return run_launch
@@ -81,8 +81,8 @@ def test_banner_contains_the_layout_and_the_global_batch(launch):
 def test_dry_run_shows_the_groups_of_ranks(launch, capsys):
     with pytest.raises(SystemExit):
         main.main(["launch", "-n", "4", "--strategy", "fsdp+tp=2", "--dry-run", "train.py"])
-    shown = capsys.readouterr().out
-    assert "#   shard = 2: ranks (0 2), (1 3)\n#   tp = 2: ranks (0 1), (2 3)\n" in shown
+    output = capsys.readouterr().out
+    assert "#   shard = 2: ranks (0 2), (1 3)\n#   tp = 2: ranks (0 1), (2 3)\n" in output
 
 
 def test_settings_reach_the_workers(launch, tmp_path, monkeypatch):

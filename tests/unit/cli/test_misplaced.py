@@ -24,9 +24,9 @@ def launch(monkeypatch, tmp_path, capsys):
 
     def run_launch(line):
         plans.clear()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exc_info:
             main.main(["launch", *shlex.split(line)])
-        assert ended.value.code == 0
+        assert exc_info.value.code == 0
         return capsys.readouterr().err, plans[0]
 
     return run_launch

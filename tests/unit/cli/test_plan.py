@@ -1,5 +1,6 @@
 """Test `headway plan`: its output for real configs and functions, and one clear error for each wrong use."""
 
+import contextlib
 import json
 import os
 import sys
@@ -15,10 +16,10 @@ def run(capsys):
     """Return a function that runs `headway plan` and returns stdout, or stderr if an exit code is expected."""
 
     def run_command(*args, code=0):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exc_info:
             main.main(["plan", *map(str, args)])
         said = capsys.readouterr()
-        assert ended.value.code == code, said
+        assert exc_info.value.code == code, said
         return said.out if code == 0 else said.err
 
     return run_command
@@ -33,21 +34,30 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 def test_layouts_are_compared_in_a_table(run, folder):
-    said = run(folder, "--ranks", 16, "--budget", "80GB")
-    table, _, legend = said.partition("\nmemory of the fullest rank: total is the sum of ")
+    output = run(folder, "--ranks", 16, "--budget", "80GB")
+    table, _, legend = output.partition("\nmemory of the fullest rank: total is the sum of ")
     rows = [line.split()[0] for line in table.splitlines()[4:] if line]
     assert "peak is the most that tensors take at once" in legend
     assert "waits for is" in legend
     assert sorted(rows) == ["ddp", "fsdp", "fsdp+tp=8:", "hsdp=8"]  # four heads do not divide among 8
-    assert "LlamaForCausalLM" in said
-    assert "1 x 64 tokens" in said
+    assert "LlamaForCausalLM" in output
+    assert "1 x 64 tokens" in output
 
 
 @pytest.mark.slow
 def test_one_layout_is_shown_in_full(run, folder):
-    said = run(folder / "config.json", "--ranks", 4, "--strategy", "fsdp+tp=2", "--sequence", 32, "--batch_size", 2)
+    output = run(folder / "config.json", "--ranks", 4, "--strategy", "fsdp+tp=2", "--sequence", 32, "--batch_size", 2)
     for word in ("2 shard x 2 tp", "all_gather", "reduce_scatter", "all_reduce", "2 x 32 tokens", "at least"):
-        assert word in said
+        assert word in output
+
+
+def read_to_end(descriptor):
+    """Return everything that was written to a pipe or terminal whose writing side is closed."""
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal has EIO at its end instead of an empty read
+        while piece := os.read(descriptor, 4096):
+            shown += piece
+    return shown
 
 
 @pytest.mark.slow
@@ -57,15 +67,15 @@ def test_progress_is_shown_on_stderr(run, monkeypatch, is_terminal):
     with os.fdopen(writing, "w") as stderr, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
         run("tests.unit.planning.models:chain", "--ranks", 4, "--strategy", "ddp", "--strategy", "fsdp")
-    shown = os.read(reading, 4096).decode()
+    shown = read_to_end(reading).decode()
     os.close(reading)
     begin, end, last = ("\r\x1b[K", "", "\r\x1b[K") if is_terminal else ("", "\n", "")
     assert shown == f"{begin}planning ddp{end}{begin}planning fsdp{end}{last}"  # a terminal shows one line that changes
 
 
-def test_json_output(run, folder):
-    told = json.loads(run(folder, "--ranks", 8, "--strategy", "fsdp", "--strategy", "hsdp=3", "--json"))
-    good, bad = told["layouts"]
+def test_json_output_has_a_reason_for_each_layout_that_fails(run, folder):
+    output = json.loads(run(folder, "--ranks", 8, "--strategy", "fsdp", "--strategy", "hsdp=3", "--json"))
+    good, bad = output["layouts"]
     assert (good["strategy"], good["fits"], good["axes"]) == ("fsdp", True, {"shard": 8})
     assert bad["fits"] is False
     assert "hsdp=3" in bad["reason"]
@@ -83,11 +93,11 @@ def test_image_model_is_planned_with_images(run):
 
 
 def test_function_with_a_step_is_planned(run):
-    said = run(
+    output = run(
         "tests.unit.planning.models:chain_and_step", "--ranks", 4, "--strategy", "fsdp", "--precision", "no"
     )  # --precision is the earlier name of --mixed_precision
-    assert "Chain: 1,728 parameters" in said
-    assert "reduce_scatter" in said
+    assert "Chain: 1,728 parameters" in output
+    assert "reduce_scatter" in output
 
 
 def test_function_without_a_step_is_planned(run):

@@ -38,7 +38,7 @@ def test_some_accelerators_set_gpu_ids():
     assert ask_questions(ask, "cuda", 4, ("0", "1", "2", "3")).gpu_ids == "0,1"
 
 
-def test_cpu_of_a_machine_with_accelerators():
+def test_choosing_the_cpu_on_a_machine_with_accelerators_gives_one_process():
     ask, _ = make_answers(devices=NO_DEVICES)
     made = ask_questions(ask, "cuda", 4, ("0", "1", "2", "3"))
     assert (made.cpu, made.num_processes) == (True, 1)

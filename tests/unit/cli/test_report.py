@@ -19,10 +19,10 @@ def run_command(*words):
 def test_page_is_written_next_to_the_first_log(tmp_path):
     write_realistic_log(tmp_path / "a", steps=20)
     write_realistic_log(tmp_path / "b", seed=1, steps=20)
-    told = run_command("report", tmp_path / "a", tmp_path / "b" / "log.jsonl")
-    assert told.exit_code == 0, told.exception
+    output = run_command("report", tmp_path / "a", tmp_path / "b" / "log.jsonl")
+    assert output.exit_code == 0, output.exception
     page = tmp_path / "a" / "report.html"
-    assert told.output.startswith(f"{page} (")
+    assert output.output.startswith(f"{page} (")
     assert "<h1>2 runs</h1>" in page.read_text(encoding="utf-8")
 
 
@@ -55,12 +55,12 @@ def test_pictures_are_written(tmp_path):
         log.event("out_of_memory", 5)
         log.event("resumed", 6)
         log.write()
-    told = run_command("report", tmp_path / "a", tmp_path / "$b_{", "--png", tmp_path / "pictures")
-    assert told.exit_code == 0, told.exception
+    output = run_command("report", tmp_path / "a", tmp_path / "$b_{", "--png", tmp_path / "pictures")
+    assert output.exit_code == 0, output.exception
     written = sorted((tmp_path / "pictures").iterdir())
     assert [path.name for path in written] == ["01-loss.png", "02-odd-name.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
-    assert [line for line in told.output.splitlines() if line.endswith(".png")] == [str(path) for path in written]
+    assert [line for line in output.output.splitlines() if line.endswith(".png")] == [str(path) for path in written]
 
 
 def test_missing_matplotlib_is_reported_before_any_work(tmp_path, monkeypatch):

@@ -22,10 +22,10 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, A
 
 
 def run_verify(*args: str) -> int:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         main.main(["verify", *args])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+    assert isinstance(exc_info.value.code, int)
+    return exc_info.value.code
 
 
 @pytest.mark.parametrize(

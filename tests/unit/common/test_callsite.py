@@ -1,8 +1,11 @@
 """Test how the innermost line of user code is found among library and Headway frames."""
 
+import os
+import subprocess
 import sys
 import sysconfig
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +35,43 @@ def test_files_of_users_and_of_headway_are_recognized():
     assert not any(map(is_user_file, [callsite.__file__, LIBRARY, "<frozen runpy>", sysconfig.__file__]))
     assert is_headway_file(callsite.__file__)
     assert not is_headway_file(__file__)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/usr/lib/python3/dist-packages/numpy/core.py",
+        "/srv/demo/.local/lib/python3.11/site-packages/torch/autograd/graph.py",
+        "/opt/base_environment/lib/python3.11/site-packages/torch/autograd/graph.py",
+    ],
+)
+def test_packages_outside_the_current_environment_are_not_the_users(file):
+    """`pip install --user`, Debian's packages, and the environment below one with --system-site-packages."""
+    assert not is_user_file(file)
+
+
+@pytest.mark.parametrize("has_metadata", [True, False], ids=["pip install --target", "clone"])
+def test_torch_in_a_folder_of_its_own_is_not_the_users(tmp_path, has_metadata):
+    (tmp_path / "own_folder/torch").mkdir(parents=True)
+    (tmp_path / "own_folder/torch/__init__.py").touch()
+    if has_metadata:
+        for package, record in (
+            ("torch-2.13.0", "torch/nn.py,,\n../../bin/torchrun,,\n"),
+            ("networkx-3.6", "networkx/graph.py,sha256=a,1\nnetworkx-3.6.dist-info/RECORD,,\n"),
+            ("six-1.17.0", "six.py,,\n"),
+        ):
+            (tmp_path / f"own_folder/{package}.dist-info").mkdir()
+            (tmp_path / f"own_folder/{package}.dist-info/RECORD").write_text(record)
+    code = (
+        "import sys; sys.path.insert(0, 'own_folder'); from headway.common.callsite import is_user_file\n"
+        "files = '/torch/nn.py /networkx/graph.py /six.py _of_mine/train.py /train.py /my_package/loop.py'.split()\n"
+        "print(*(int(is_user_file(sys.argv[1] + each)) for each in files))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "own_folder")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(callsite.__file__).parents[2])}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    # `pip install --target .` puts the packages beside the user's scripts, which stay the user's code.
+    assert ran.stdout.strip() == ("0 0 0 1 1 1" if has_metadata else "0 1 1 1 1 1"), ran.stderr
 
 
 def test_call_site_is_the_line_of_the_call():
@@ -67,12 +107,12 @@ def test_stack_is_walked_from_the_inside_out():
 
 def test_users_line_is_found_in_a_traceback(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ZeroDivisionError) as told:
+    with pytest.raises(ZeroDivisionError) as exc_info:
         call_from_file(
             LIBRARY, lambda: call_from_file(str(tmp_path / "train.py"), lambda: call_from_file(LIBRARY, lambda: 1 / 0))
         )
-    assert find_user_line(told.tb).startswith(f"{__file__}:")  # the lambda that divides
-    last = told.tb
+    assert find_user_line(exc_info.tb).startswith(f"{__file__}:")  # the lambda that divides
+    last = exc_info.tb
     while not last.tb_frame.f_code.co_filename.endswith("train.py"):
         last = last.tb_next
     last.tb_next = None

@@ -19,12 +19,12 @@ def test_typed_reads(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", " on ", "y"])
-def test_words_for_true(text):
+def test_words_for_true_are_parsed(text):
     assert env.parse_bool(text, "x") is True
 
 
 @pytest.mark.parametrize("text", ["0", "False", "no", "OFF", ""])
-def test_words_for_false(text):
+def test_words_for_false_are_parsed(text):
     assert env.parse_bool(text, "x") is False
 
 

@@ -28,5 +28,5 @@ print(gc.isenabled(), sum(id(each) in oldest for each in new), gc.get_freeze_cou
 )
 def test_objects_of_an_import_are_in_the_oldest_generation(before, expected):
     script = _IMPORT % before
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == expected
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == expected

@@ -76,9 +76,11 @@ def test_secret_is_read_from_a_variable_or_a_file(monkeypatch, tmp_path):
 
 def test_invalid_secret_is_refused_without_showing_it(monkeypatch, tmp_path):
     monkeypatch.setenv("HEADWAY_SECRET", "hunter2")
-    with pytest.raises(ConfigError, match="the secret of HEADWAY_SECRET has 7 bytes and must have at least 16") as told:
+    with pytest.raises(
+        ConfigError, match="the secret of HEADWAY_SECRET has 7 bytes and must have at least 16"
+    ) as exc_info:
         read_secret()
-    assert "hunter2" not in str(told.value)
+    assert "hunter2" not in str(exc_info.value)
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="has 0 bytes"):
         read_secret(str(tmp_path / "empty"))

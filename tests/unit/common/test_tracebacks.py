@@ -139,17 +139,17 @@ def test_noise_is_removed_from_engine_errors():
     ("before", "level", "is_short"),
     [("", "", True), ("", "debug", False), ("import sys; sys.excepthook = lambda *a: print('own')", "", None)],
 )
-def test_uncaught_error_in_a_plain_process(tmp_path, monkeypatch, before, level, is_short):
+def test_traceback_in_a_plain_process_is_short_only_by_default(tmp_path, monkeypatch, before, level, is_short):
     (tmp_path / "train.py").write_text(f"{before}\nfrom headway import Accelerator\nAccelerator(cpu=True).prepare()\n")
     monkeypatch.setenv("HEADWAY_LOG_LEVEL", level)
-    ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 1
+    result = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
     if is_short is None:
-        assert (ran.stdout, ran.stderr) == ("own\n", "")
+        assert (result.stdout, result.stderr) == ("own\n", "")
         return
-    assert "headway.errors.PrepareError" in ran.stderr
-    assert "line 3, in <module>" in ran.stderr
-    assert ("training/prepared/prepare.py" in ran.stderr) is not is_short
+    assert "headway.errors.PrepareError" in result.stderr
+    assert "line 3, in <module>" in result.stderr
+    assert ("training/prepared/prepare.py" in result.stderr) is not is_short
 
 
 # ---------------------------------------------------------------- sys.excepthook

@@ -56,9 +56,9 @@ def compute_gradients(run, parameters, context):
 
 def check_equal_gradients(run, parameters):
     """Check that gradients are equal with and without offloading."""
-    wanted = compute_gradients(run, parameters, torch.enable_grad())
+    expected = compute_gradients(run, parameters, torch.enable_grad())
     found = compute_gradients(run, parameters, offload_saved_tensors(min_bytes=1))
-    assert all(map(torch.equal, wanted, found))
+    assert all(map(torch.equal, expected, found))
     assert len(scope.get_or_create(activation_offload._ActivationCache)) == 0, (
         "copies that are no longer needed must be freed"
     )
@@ -106,14 +106,14 @@ class Masked(nn.Module):
 def test_tensors_that_belong_to_a_block_stay(lane, dtype):
     block = Masked()
     inputs = torch.randn(32, 64, requires_grad=True)
-    wanted = None
+    expected = None
     for context in (torch.enable_grad(), offload_saved_tensors(min_bytes=1, block=block)):
         inputs.grad = None
         with torch.autocast("cpu", dtype, enabled=dtype is not None), context:
             out = block(inputs)
         out.sum().backward()
-        wanted = inputs.grad if wanted is None else wanted
-    assert torch.equal(inputs.grad, wanted)
+        expected = inputs.grad if expected is None else expected
+    assert torch.equal(inputs.grad, expected)
     # The adapter's input. Under autocast also the copy of the mask, which cannot be recognized as a constant.
     assert len(lane.out) == (1 if dtype is None else 2), lane.out
 
@@ -197,11 +197,11 @@ def test_small_part_of_a_storage_is_copied_alone(lane):
 def test_lazy_conjugate_is_materialized(lane):
     inputs = torch.randn(16, dtype=torch.complex64, requires_grad=True)
     factor = torch.randn(16, dtype=torch.complex64)
-    wanted = compute_gradients(lambda: (inputs * factor.conj() + inputs * factor).real, [inputs], torch.enable_grad())
+    expected = compute_gradients(lambda: (inputs * factor.conj() + inputs * factor).real, [inputs], torch.enable_grad())
     found = compute_gradients(
         lambda: (inputs * factor.conj() + inputs * factor).real, [inputs], offload_saved_tensors(min_bytes=1)
     )
-    assert all(map(torch.equal, wanted, found))
+    assert all(map(torch.equal, expected, found))
 
 
 def test_reused_address_is_not_mistaken_for_the_earlier_tensor(lane):

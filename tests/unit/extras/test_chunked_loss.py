@@ -10,7 +10,7 @@ import headway
 from benchmarks.forecast.truth import measure_peak
 from headway import chunk_loss
 from headway.errors import PrepareError, UnsupportedError
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.recipe import StepRecipe
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(nn.functional, "linear_cross_entropy"):

@@ -42,11 +42,11 @@ def test_resumed_run_finds_compiled_artifacts(tmp_path):
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache),
             "HEADWAY_HOME": str(tmp_path / home),
         }
-        ran = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=500
         )
-        assert ran.returncode == 0, ran.stderr
-        return json.loads(ran.stdout.splitlines()[-1]), ran.stderr
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[-1]), result.stderr
 
     first, _ = run_program("first", "home")
     assert first["hits"] == 0

@@ -101,11 +101,11 @@ def train(acc, sizes=(4, 4, 4, 4), net=None):
 def test_losses_are_equal_and_the_object_is_the_same(regional, precision, tolerance, is_checkpointed):
     handlers = [ActivationCheckpointing()] if is_checkpointed else None
     options = {"mixed_precision": precision, "gradient_accumulation_steps": 2, "kwargs_handlers": handlers}
-    wanted, plain = train(build_accelerator(**options))
+    expected, plain = train(build_accelerator(**options))
     backend = CountingBackend(aot_eager)
     acc = build_accelerator(backend, regional, **options)
     losses, model = train(acc)
-    assert losses == pytest.approx(wanted, abs=tolerance)
+    assert losses == pytest.approx(expected, abs=tolerance)
     assert backend.num_compiled == 1  # for four blocks with eight calls each
     assert not counters["graph_break"]
     assert isinstance(model, Net)
@@ -191,11 +191,11 @@ def test_modules_of_torch_are_compiled(make, regional):
     net = make()
     x = torch.randn(2, 3, 8, requires_grad=True)
     net.eval()
-    wanted = net(x)
+    expected = net(x)
     acc = build_accelerator(backend, regional)
     model = acc.prepare(net)
     assert model is net
-    torch.testing.assert_close(model(x), wanted)
+    torch.testing.assert_close(model(x), expected)
     assert backend.num_compiled == 1
     model(x)
     assert backend.num_compiled == 1
@@ -281,11 +281,11 @@ def test_out_of_memory_in_compiled_code_splits_the_batch(regional, where):
             optimizer.zero_grad()
         return sizes, [p.detach().clone() for p in model.parameters()]
 
-    _, wanted = train_in_pieces(build_accelerator())
+    _, expected = train_in_pieces(build_accelerator())
     backend = ShortOfMemory()
     sizes, weights = train_in_pieces(build_accelerator(backend, regional, microbatching="auto"))
     assert min(sizes) < 8
-    torch.testing.assert_close(weights, wanted)
+    torch.testing.assert_close(weights, expected)
     assert backend.num_compiled <= 4
 
 
@@ -305,9 +305,9 @@ def test_guard_and_a_loss_of_weight_0(regional):
 
     torch.manual_seed(2)
     options = {"gradient_accumulation_steps": 2, "on_non_finite": "skip"}
-    wanted = train_batches(build_accelerator(**options))
+    expected = train_batches(build_accelerator(**options))
     torch.manual_seed(2)
-    for one, other in zip(train_batches(build_accelerator(CountingBackend(), regional, **options)), wanted):
+    for one, other in zip(train_batches(build_accelerator(CountingBackend(), regional, **options)), expected):
         torch.testing.assert_close(one, other)
 
 
@@ -356,8 +356,8 @@ def test_inductor_equals_torchs_own_compilation():
         other(torch.randint(0, 32, (4, 5))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for one, wanted in zip(model.parameters(), other.parameters()):
-        assert torch.equal(one, wanted)
+    for one, expected in zip(model.parameters(), other.parameters()):
+        assert torch.equal(one, expected)
 
 
 def test_compiler_is_not_imported_without_compilation():

@@ -91,7 +91,7 @@ def test_unsupported_layouts_are_refused(layout, options, sharding, message):
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp=2", "tp", "fsdp+tp=2", "ddp=2+tp=2", "pp", "pp=2+fsdp=2"])
-def test_supported_layouts(layout):
+def test_supported_layouts_are_accepted(layout):
     _check_float8(parse_layout(layout).resolve(4, 4), ShardingOptions(reshard_after_forward=2), EMULATED)
 
 

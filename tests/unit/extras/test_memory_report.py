@@ -117,14 +117,14 @@ def real_failure():
 
 
 def test_failed_allocation_is_explained():
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as exc_info:
         real_failure()
-    text = explain(caught.value)
+    text = explain(exc_info.value)
     assert text.startswith("headway: memory ran out on cpu: 16384.0 TiB were asked for\n")
     assert "`hidden` in real_failure (extras/test_memory_report.py:" in text
     assert "float32[4, 1048576]" in text
     assert "half the micro-batch" in text
-    assert explain(caught.value) is text  # written once
+    assert explain(exc_info.value) is text  # written once
     assert explain(KeyError("out of memory")) == ""
 
 
@@ -174,7 +174,7 @@ def index_suggestions(census, use=USE, asked=None, frames=()):
     }
 
 
-def test_suggestions_for_activations():
+def test_suggestions_name_the_bytes_that_each_change_of_activations_saves():
     census = build_census(saved_for_backward=800, parameters=10)
     census.roots = [Net()]
     found = index_suggestions(census, asked=200 * MIB)
@@ -189,7 +189,7 @@ def test_suggestions_for_activations():
     assert index_suggestions(build_census(parameters=800)) == {}
 
 
-def test_suggestions_for_the_optimizer():
+def test_suggestions_name_the_bytes_that_each_optimizer_saves():
     census = build_census(optimizer_state=200, parameters=100)
     census.optimizers = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])]
     found = index_suggestions(census)
@@ -201,7 +201,7 @@ def test_suggestions_for_the_optimizer():
     assert "torch.optim.Adafactor" not in index_suggestions(build_census(optimizer_state=50, parameters=100))
 
 
-def test_suggestions_for_the_device():
+def test_suggestions_name_fragmented_memory_and_other_processes():
     crowded = MemoryUse("cuda:0", 4 << 30, 9 << 30, 0, 24 << 30, 20 << 30)
     found = index_suggestions(TensorCensus("cuda"), crowded, asked=1 << 30)
     assert found["PYTORCH_CUDA_ALLOC_CONF"].saves == 5 << 30
@@ -253,10 +253,10 @@ hidden = model(torch.ones(8192, 512))
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space by RLIMIT_AS")
 def test_uncaught_error_ends_a_script_with_the_report(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (ran.returncode, ran.stdout) == (1, "limited\n")
-    assert "can't allocate memory" in ran.stderr
-    text = ran.stderr[ran.stderr.index("headway: memory ran out on cpu: 16.0 MiB were asked for") :]
+    result = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (1, "limited\n")
+    assert "can't allocate memory" in result.stderr
+    text = result.stderr[result.stderr.index("headway: memory ran out on cpu: 16.0 MiB were asked for") :]
     assert "optimizer state" in text
     assert "saved by GeluBackward0" in text
     assert "accelerator.checkpoint_activations(model): up to" in text

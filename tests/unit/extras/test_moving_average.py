@@ -42,12 +42,12 @@ def mix_weights(old: list[torch.Tensor], new: list[torch.Tensor], decay: float) 
     return [decay * one + (1 - decay) * other for one, other in zip(old, new)]
 
 
-def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor], **more: float) -> None:
-    torch.testing.assert_close(found, wanted, **({"rtol": 1e-5, "atol": 1e-6} | more))
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], **more: float) -> None:
+    torch.testing.assert_close(found, expected, **({"rtol": 1e-5, "atol": 1e-6} | more))
 
 
-def assert_same_bits(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert_equal(found, wanted, rtol=0.0, atol=0.0)
+def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert_equal(found, expected, rtol=0.0, atol=0.0)
 
 
 # -------------------------------------------------------------------- which updates count, and by how much
@@ -70,14 +70,14 @@ def assert_same_bits(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
 def test_each_update_is_averaged_once(options: dict[str, Any], decays: list[float], is_called: bool) -> None:
     accelerator, model, optimizer = build_training(gradient_accumulation_steps=2)
     ema = ExponentialMovingAverage(model, **options)
-    wanted = read_weights(model)
+    expected = read_weights(model)
     for decay in decays:
         for _ in range(2):  # a window of two micro-batches
             update_weights(accelerator, model, optimizer)
             if is_called:  # as in timm and diffusers, in each micro-batch
                 ema.update()
-        wanted = mix_weights(wanted, read_weights(model), decay)
-        assert_equal(read_average(ema), wanted)
+        expected = mix_weights(expected, read_weights(model), decay)
+        assert_equal(read_average(ema), expected)
     assert ema.num_updates == 6
 
 
@@ -97,21 +97,21 @@ def test_skipped_update_does_not_count(settings: dict[str, Any]) -> None:
     handlers = [GradScalerKwargs(init_scale=4.0)] if "mixed_precision" in settings else []
     accelerator, model, optimizer = build_training(kwargs_handlers=handlers, **settings)
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = mix_weights(read_weights(model), [torch.zeros(())] * 4, 1.0)
+    expected = mix_weights(read_weights(model), [torch.zeros(())] * 4, 1.0)
     for number in range(4):
         update_weights(accelerator, model, optimizer, scale=float("inf") if number == 1 else 1.0)
         ema.update()
         if number != 1:
-            wanted = mix_weights(wanted, read_weights(model), 0.5)
+            expected = mix_weights(expected, read_weights(model), 0.5)
     assert ema.num_updates == accelerator.num_updates == 3
-    assert_equal(read_average(ema), wanted)
+    assert_equal(read_average(ema), expected)
 
 
 @pytest.mark.parametrize("is_function", [False, True])
 def test_batch_that_runs_again_counts_once(is_function: bool) -> None:
     accelerator, model, optimizer = build_training(microbatching="auto")
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = read_weights(model)
+    expected = read_weights(model)
     failures = iter([False, True, False, False, True] + [False] * 20)
 
     def compute_loss(rows: torch.Tensor) -> torch.Tensor:
@@ -130,9 +130,9 @@ def test_batch_that_runs_again_counts_once(is_function: bool) -> None:
                 accelerator.backward(compute_loss(piece))
                 optimizer.step()
                 optimizer.zero_grad()
-        wanted = mix_weights(wanted, read_weights(model), 0.5)
+        expected = mix_weights(expected, read_weights(model), 0.5)
     assert ema.num_updates == 3
-    assert_equal(read_average(ema), wanted)
+    assert_equal(read_average(ema), expected)
 
 
 @pytest.mark.parametrize("is_lagging", [False, True])
@@ -143,12 +143,12 @@ def test_two_optimizers_of_a_model_count_as_one_update(is_lagging: bool) -> None
     second = torch.optim.SGD(model[2].parameters(), lr=0.1)
     model, first, second = accelerator.prepare(model, first, second)
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = read_weights(model)
+    expected = read_weights(model)
     for number in range(4):
         update_weights(accelerator, model, *([first] if is_lagging and number % 2 else [first, second]))
-        wanted = mix_weights(wanted, read_weights(model), 0.5)
+        expected = mix_weights(expected, read_weights(model), 0.5)
     assert ema.num_updates == 4
-    assert_equal(read_average(ema), wanted)
+    assert_equal(read_average(ema), expected)
 
 
 def test_average_updated_between_two_optimizers_counts_once() -> None:
@@ -192,7 +192,7 @@ def test_two_optimizers_count_as_one_update_beside_another_model() -> None:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model[0], model[2], other)]
     model, other, *optimizers = accelerator.prepare(model, other, *optimizers)
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = read_weights(model)
+    expected = read_weights(model)
     for _ in range(3):
         for each in (model, other):
             with accelerator.accumulate(each):
@@ -200,9 +200,9 @@ def test_two_optimizers_count_as_one_update_beside_another_model() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        wanted = mix_weights(wanted, read_weights(model), 0.5)
+        expected = mix_weights(expected, read_weights(model), 0.5)
     assert ema.num_updates == 3
-    assert_equal(read_average(ema), wanted)
+    assert_equal(read_average(ema), expected)
 
 
 def test_run_that_is_joined_again_reports_each_update_once() -> None:
@@ -223,12 +223,12 @@ def test_run_that_is_joined_again_reports_each_update_once() -> None:
 def test_without_a_prepared_optimizer_each_call_counts() -> None:
     model = nn.Linear(2, 1)
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = read_weights(model)
+    expected = read_weights(model)
     for number in range(3):
         nn.init.constant_(model.weight, float(number))
         ema.update()
-        wanted = mix_weights(wanted, read_weights(model), 0.5)
-    assert_equal(read_average(ema), wanted)
+        expected = mix_weights(expected, read_weights(model), 0.5)
+    assert_equal(read_average(ema), expected)
 
 
 # -------------------------------------------------------------------- which tensors are averaged, and where
@@ -244,10 +244,10 @@ def test_average_may_be_created_before_the_model_is_prepared(order: str) -> None
     objects = (net, optimizer, ema) if order == "with" else (net, optimizer)
     model, optimizer, *_ = accelerator.prepare(*objects)
     ema = ema or ExponentialMovingAverage(model, decay=0.5)
-    wanted = read_weights(model)
+    expected = read_weights(model)
     update_weights(accelerator, model, optimizer)
-    wanted = mix_weights(wanted, read_weights(model), 0.5)
-    assert_equal(read_average(ema), wanted)
+    expected = mix_weights(expected, read_weights(model), 0.5)
+    assert_equal(read_average(ema), expected)
     accelerator.register_for_checkpointing(ema)  # it is registered already
     assert accelerator._run.custom == [ema]
 
@@ -258,18 +258,18 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     ema = ExponentialMovingAverage(model, decay=0.999)
     coarse = ExponentialMovingAverage(model, decay=0.999, dtype=torch.bfloat16, name="coarse")
-    wanted = [each.float() for each in read_weights(model)]
+    expected = [each.float() for each in read_weights(model)]
     for _ in range(3):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        wanted = mix_weights(wanted, [each.float() for each in read_weights(model)], 0.999)
-    assert_equal(read_average(ema), wanted)
+        expected = mix_weights(expected, [each.float() for each in read_weights(model)], 0.999)
+    assert_equal(read_average(ema), expected)
     assert {values.dtype for values in read_average(coarse)} == {torch.bfloat16}
     trained, averages = read_weights(model), read_average(ema)
     with ema.swap_weights():
-        assert_same_bits(read_weights(model), [each.to(torch.bfloat16) for each in wanted])
+        assert_same_bits(read_weights(model), [each.to(torch.bfloat16) for each in expected])
     assert_same_bits(read_weights(model), trained)
     assert_same_bits(read_average(ema), averages)
 
@@ -310,6 +310,58 @@ def test_buffers_are_copied_or_averaged(buffers: str) -> None:
         assert_equal([model[1].running_mean], [means if buffers == "average" else own])
         assert int(model[1].num_batches_tracked) == 3
     assert_same_bits([model[1].running_mean], [own])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "options", [{"decay": 0.5}, {"decay": 0.9}, {"decay": "mean"}, {"decay": 0.5, "device": "cpu"}]
+)
+def test_elements_of_buffers_that_are_not_finite_are_copied(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("mask", torch.tensor([1.0, -torch.inf]).to(dtype))
+    ema = ExponentialMovingAverage(model, buffers="average", **options)
+
+    def average(*values: float) -> list[Any]:
+        model.mask = torch.tensor(values).to(dtype)
+        ema.update()
+        found: list[Any] = ema.state_dict()["average"]["mask"].tolist()
+        return found
+
+    assert average(1.0, -torch.inf) == [1.0, -torch.inf]
+    assert average(1.0, -torch.inf) == [1.0, -torch.inf]
+    assert average(1.0, 3.0) == [1.0, 3.0]  # as in an observer, whose maximum begins at -inf
+    assert average(torch.inf, 3.0) == [torch.inf, 3.0]
+    assert average(2.0, torch.nan)[0] == 2.0
+    assert average(2.0, 4.0) == [2.0, 4.0]
+
+
+def test_float8_buffers_are_averaged_in_float32() -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("scales", torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn))
+    ema = ExponentialMovingAverage(model, decay=0.5, buffers="average")
+    model.scales = torch.tensor([2.0, 2.0]).to(torch.float8_e4m3fn)
+    ema.update()
+    found = ema.state_dict()["average"]["scales"]
+    assert found.dtype == torch.float32
+    assert found.tolist() == [1.5, 2.0]
+
+
+def test_trainable_parameters_with_infinite_elements_keep_them() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Sequential(nn.Linear(4, 3))
+    net.register_parameter("mask", nn.Parameter(torch.full((3,), -torch.inf)))
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    ema = ExponentialMovingAverage(model, decay=0.5)
+    weight = model[0].weight.detach().clone()
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).square().mean() + model.mask.exp().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = 0.5 * weight + 0.5 * model[0].weight.detach()
+    with ema.swap_weights():
+        assert model.mask.tolist() == [-torch.inf] * 3
+        assert_equal([model[0].weight.detach()], [weight])
 
 
 # -------------------------------------------------------------------- swapped weights
@@ -389,10 +441,10 @@ def test_averages_may_replace_the_weights() -> None:
     accelerator, model, optimizer = build_training()
     ema = ExponentialMovingAverage(model, decay=0.5)
     update_weights(accelerator, model, optimizer)
-    wanted = read_average(ema)
+    expected = read_average(ema)
     ema.copy_to_model()
-    assert_same_bits(read_weights(model), wanted)
-    assert_same_bits(read_average(ema), wanted)
+    assert_same_bits(read_weights(model), expected)
+    assert_same_bits(read_average(ema), expected)
 
 
 # -------------------------------------------------------------------- checkpoints and files
@@ -478,9 +530,9 @@ def test_averages_are_saved_by_name(tmp_path: Any) -> None:
     for each in (ema, slow):
         accelerator.save_model(model, tmp_path / each.name, weights=each.name)
         found = load_file(tmp_path / each.name / "model.safetensors")
-        wanted = each.state_dict()["average"]
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in found)
+        expected = each.state_dict()["average"]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
     assert_same_bits(read_weights(model), before)
     with pytest.raises(ConfigError, match="has the averages 'ema', 'slow'"):
         accelerator.save_model(model, tmp_path / "no", weights="fast")

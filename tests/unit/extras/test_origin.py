@@ -106,9 +106,9 @@ def test_operation_of_forward_is_named(name):
     function, value, operation = FORWARD[name]
     with pytest.raises(NonFiniteError, match="Run again with checks, it began in forward with") as error:
         train(function, make_rows(value))
-    found = str(error.value)
-    assert f"with {operation} in block.odd (test_origin.py:" in found
-    assert "in <lambda>), row 6 of the batch, on rank 0" in found
+    message = str(error.value)
+    assert f"with {operation} in block.odd (test_origin.py:" in message
+    assert "in <lambda>), row 6 of the batch, on rank 0" in message
 
 
 @pytest.mark.parametrize("name", BACKWARD)
@@ -116,9 +116,9 @@ def test_operation_of_backward_is_named(name):
     function, operation = BACKWARD[name]
     with pytest.raises(NonFiniteError, match=r"gradients of .* are not .* it began in backward with") as error:
         train(function, make_rows(0.0))
-    found = str(error.value)
-    assert f" in {operation} in block.odd (test_origin.py:" in found
-    assert "in <lambda>), row 6 of the batch, on rank 0" in found
+    message = str(error.value)
+    assert f" in {operation} in block.odd (test_origin.py:" in message
+    assert "in <lambda>), row 6 of the batch, on rank 0" in message
 
 
 def test_nan_hidden_by_forward_is_named_where_it_was_created():
@@ -157,6 +157,16 @@ def test_buffer_is_named():
         train(None, make_rows(1.0), spoil=spoil)
 
 
+def test_operation_beside_float8_tensors_is_named():
+    def compute(h):
+        codes = h.to(torch.float8_e4m3fn)  # torch has no isfinite() for this dtype, nor for the next one
+        h.detach().to(torch.uint8).view(torch.float4_e2m1fn_x2).clone()
+        return h.log() + 0 * codes.float().detach()
+
+    with pytest.raises(NonFiniteError, match=r"aten\.log"):
+        train(compute, make_rows(0.0))
+
+
 def test_loss_outside_the_model_is_named():
     with pytest.raises(
         NonFiniteError, match=r"it began in forward with aten.log \(test_origin.py:\d+ in <lambda>\), row"
@@ -169,7 +179,7 @@ def test_infinity_written_by_the_program_is_named_if_it_reaches_the_loss():
         train(lambda h: h, make_rows(-9.0), loss=lambda y: -y.masked_fill(y == y.min(), -INF).mean())
 
 
-def test_number_of_causes():
+def test_number_of_causes_is_limited():
     assert len(FORWARD) + len(BACKWARD) + 9 == 30
 
 

@@ -84,9 +84,9 @@ def list_errors(found: dict[str, torch.Tensor], states: dict[str, list[torch.Ten
     assert found.keys() == states.keys()
     errors = []
     for name, trajectory in states.items():
-        wanted = average_by_hand(trajectory, width)
+        expected = average_by_hand(trajectory, width)
         spread = torch.stack(trajectory).double().std(dim=0, correction=0)
-        errors.append(float(((found[name].double() - wanted).abs() / spread).max()))
+        errors.append(float(((found[name].double() - expected).abs() / spread).max()))
     return errors
 
 
@@ -144,6 +144,20 @@ def test_bound_is_sharp(tmp_path: Path) -> None:
     for other in ([0.2, 0.3, 0.5], [0.0, 0.0, 1.0], [coefficients[0] + 0.01, coefficients[1] - 0.01, coefficients[2]]):
         worse = list_weights(target) - sum(x * list_weights(each) for x, each in zip(other, profiles))
         assert worse.norm() > difference.norm()
+
+
+def test_infinite_elements_are_those_of_the_newest_snapshot(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    model.register_buffer("mask", torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))
+    average = ExponentialMovingAverage(model, PowerDecay(0.1), buffers="average")
+    places = []
+    for number in range(1, 9):
+        average.update()
+        if number % 2 == 0:
+            places.append(tmp_path / str(number))
+            average.save_snapshot(places[-1])
+    result = reconstruct_average(places, tmp_path / "result", 0.2)
+    assert load_file(result.files[0])["mask"].tolist() == [[0.0, -math.inf], [0.0, 0.0]]
 
 
 def test_average_of_an_earlier_step_uses_no_later_snapshot(tmp_path: Path) -> None:

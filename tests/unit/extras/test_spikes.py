@@ -253,7 +253,7 @@ def test_repeated_rollbacks_end_with_an_error():
         Training(rows, on_spike=SpikePolicy("go_back", updates=5, max_in_row=3)).train()
 
 
-def test_event_and_message(caplog):
+def test_spike_publishes_an_event_and_logs_a_message(caplog):
     heard = []
 
     class Listener:

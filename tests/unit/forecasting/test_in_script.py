@@ -17,8 +17,8 @@ from headway.forecasting.device import calibration, present
 from headway.forecasting.device.calibration import CalibrationRecord
 from headway.forecasting.device.devices import DEVICES, GIB, name_card
 from headway.forecasting.device.present import describe_present_device, measure_budget
-from headway.forecasting.tracing.model_copy import BatchResizer
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.batch_resizer import BatchResizer
+from headway.forecasting.tracing.recipe import StepRecipe
 
 MSE = nn.functional.mse_loss
 
@@ -345,7 +345,7 @@ def test_free_memory_excludes_that_of_other_programs(monkeypatch):
     monkeypatch.setattr(present, "read_free_bytes", lambda *_: 10 * GIB)
     card = simulate_gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), reserved=6 * GIB, allocated=5 * GIB)
     target = describe_present_device(card, torch.device("cuda:0"))
-    left = measure_budget(card, torch.device("cuda:0"), target, held=2 * GIB)
+    left = measure_budget(card, torch.device("cuda:0"), target, tensor_bytes=2 * GIB)
     assert left == 10 * GIB + (6 - 3) * GIB + target.overhead.least, "3 GiB belong to other models"
     with pytest.raises(UnsupportedError, match="'mps'"):
         describe_present_device(SimpleNamespace(kind="mps"), torch.device("mps"))

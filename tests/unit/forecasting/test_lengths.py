@@ -112,10 +112,10 @@ def test_invalid_lengths_are_refused(given, said):
         forecast_net(**given)
 
 
-@pytest.mark.parametrize(("batch_fn", "given", "wanted"), [
+@pytest.mark.parametrize(("batch_fn", "given", "expected"), [
     (lambda size: make_batch(size), {"lengths": LENGTHS}, r"\(batch_size, length\), because lengths= is given"),
     (lambda size, length: make_batch(size, length), {}, r"\(batch_size\): missing a required argument: 'length'"),
 ])  # fmt: skip
-def test_batch_fn_with_other_arguments_is_reported(batch_fn, given, wanted):
-    with pytest.raises(ConfigError, match=wanted):
+def test_batch_fn_with_other_arguments_is_reported(batch_fn, given, expected):
+    with pytest.raises(ConfigError, match=expected):
         headway.forecast(Net, batch_fn, loss=compute_loss, largest=False, **given)

@@ -87,7 +87,9 @@ class TokenOnlyModel(nn.Module):
 @pytest.mark.parametrize("kind", [Attending, Scoring])
 @pytest.mark.parametrize("routes", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_models_written_by_hand(kind: type[Attending], routes: bool, dtype: torch.dtype) -> None:
+def test_check_refuses_handwritten_models_that_ignore_document_boundaries(
+    kind: type[Attending], routes: bool, dtype: torch.dtype
+) -> None:
     collate = PackingCollator()
     model = kind(routes=routes).to(dtype)
     model.head.eval()
@@ -175,7 +177,7 @@ def make_model(name: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_model_families_of_transformers(name: str) -> None:
+def test_check_accepts_each_family_of_transformers_only_in_its_forms(name: str) -> None:
     for form in ("position_ids", "mask", "varlen"):
         model = make_model(name)
         if form in FAMILIES[name][1]:

@@ -1,5 +1,6 @@
 """Test mixtures with sources that can only be iterated: order, ends, positions, and invalid use."""
 
+import pickle
 import random
 from collections import Counter
 from fractions import Fraction
@@ -194,8 +195,16 @@ def test_epoch_ends_where_all_remaining_sources_have_no_weight():
     ends = {"when_source_ends": {"a": "repeat", "b": "drop"}}
     indexed = Mixture({"a": [("a", n) for n in range(4)], "b": [("b", n) for n in range(3)]}, **options, **ends)
     streamed = Mixture({"a": Stream("a", 4), "b": Stream("b", 3)}, **options, **ends)
-    wanted = [indexed[position][0] for position in range(len(indexed))]
+    expected = [indexed[position][0] for position in range(len(indexed))]
     found = [sample[0] for sample, _ in zip(streamed, range(50))]
-    assert len(wanted) == 10
-    assert sorted(found) == sorted(wanted)
+    assert len(expected) == 10
+    assert sorted(found) == sorted(expected)
     assert found.count("b") == 3
+
+
+def test_mixture_that_is_being_read_can_be_pickled() -> None:
+    mixture = build_mixture(num_samples=20)
+    iterator = iter(mixture)
+    next(iterator)
+    copy = pickle.loads(pickle.dumps(mixture))  # a worker that is spawned gets such a copy
+    assert list(copy) == list(mixture)

@@ -9,7 +9,8 @@ from headway.core.config.load import SettingValue, merge_layers
 from headway.errors import ConfigError
 from headway.launch.clusters import ClusterTask, check_agreement, detect_cluster, parse_first_host
 from headway.launch.machine import Machine
-from headway.launch.plan import AgentOrder, Program, format_commands, make_plan
+from headway.launch.order import AgentOrder, Program
+from headway.launch.plan import format_commands, make_plan
 
 CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")
 GPUS = Machine("gpubox", "/venv/bin/python", 8, "cuda", ("0", "1", "2", "3"), "lo")
@@ -31,7 +32,7 @@ def make_cluster_plan(environment, machine=CPU, **settings):
     return make_plan(merge_layers([layer, cluster.layer]), Program("train.py"), machine, environment, cluster)
 
 
-def test_no_cluster():
+def test_no_cluster_is_detected_in_a_plain_environment():
     assert detect_cluster({"PATH": "/bin"}) is None
 
 

@@ -31,7 +31,7 @@ def add_nvidia_devices(root, count):
         (root / "dev" / name).touch()
 
 
-def test_machine_without_accelerators(root):
+def test_machine_without_accelerators_uses_the_cpu(root):
     here = inspect_machine({}, root)
     assert (here.accelerator, here.device_ids, here.torch_device) == (None, (), "cpu")
     assert here.loopback == "lo"
@@ -116,7 +116,7 @@ def test_intel_device_counts_only_with_a_torch_for_it(root, torch_build):
         ("MIG-1a2b", ("MIG-1a2b",)),
     ],
 )
-def test_visible_devices(text, ids):
+def test_visible_devices_follow_the_environment_variable(text, ids):
     assert list_visible_ids("cuda", 4, {"CUDA_VISIBLE_DEVICES": text}) == ids
 
 
@@ -127,3 +127,43 @@ def test_cores_are_limited_by_the_cgroup(root):
     assert count_cores(root) == free
     (root / "sys/fs/cgroup/cpu.max").write_text("50000 100000\n")
     assert count_cores(root) == 1
+
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Jun  6 22:20:39 UTC 2023\nGCC version:  gcc version 11.3.0\n"
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root@box)  Thu Feb 22 01:25:25 UTC 2024\n"
+CARD = "Model: \t\t NVIDIA {}\nIRQ:   \t\t 92\nGPU UUID: \t GPU-1\nBus Location: \t 0000:01:00.0\n"
+
+
+def add_nvidia_driver(root, version, *cards, text=DRIVER):
+    """Write the driver's files as Linux shows them in /proc."""
+    add_nvidia_devices(root, len(cards))
+    folder = root / "proc/driver/nvidia"
+    for index, card in enumerate(cards):
+        (folder / f"gpus/0000:0{index}:00.0").mkdir(parents=True)
+        (folder / f"gpus/0000:0{index}:00.0/information").write_text(CARD.format(card))
+    (folder / "version").write_text(text.format(version))
+
+
+@pytest.mark.parametrize(
+    ("version", "cards", "expected"),
+    [
+        ("535.54.03", ["GeForce RTX 4090"] * 2, "NVIDIA GeForce RTX 4090 with driver 535.54.03"),
+        ("550.40.06", ["GeForce RTX 3090", "GeForce RTX 4070 Ti SUPER"], "NVIDIA GeForce RTX 4070 Ti SUPER with driver 550.40.06"),
+        ("550.40.07", ["GeForce RTX 4090"] * 2, ""),
+        ("550.54", ["GeForce RTX 4090"] * 2, ""),
+        ("570.86.15", ["GeForce RTX 4090"] * 2, ""),
+        ("535.54.03", ["GeForce RTX 3090"] * 2, ""),
+        ("535.54.03", ["RTX 4000 Ada Generation"] * 2, ""),
+        ("unknown", ["GeForce RTX 4090"] * 2, ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("text", [DRIVER, OPEN_DRIVER])
+def test_cards_whose_direct_transfers_fail_are_found(root, torch_build, version, cards, expected, text):
+    add_nvidia_driver(root, version, *cards, text=text)
+    assert inspect_machine({}, root).broken_transfers == expected
+
+
+def test_direct_transfers_of_other_accelerators_are_not_checked(root, torch_build):
+    add_nvidia_driver(root, "535.54.03", "GeForce RTX 4090")
+    torch_build("cpu")
+    assert inspect_machine({}, root).broken_transfers == ""

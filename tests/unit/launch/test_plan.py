@@ -3,13 +3,15 @@
 import json
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from headway.core.config.load import SettingValue, merge_layers
 from headway.errors import ConfigError
 from headway.launch.machine import Machine
-from headway.launch.plan import AgentOrder, Program, make_plan
+from headway.launch.order import AgentOrder, Program
+from headway.launch.plan import make_plan
 
 CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")
 GPUS = Machine("gpubox", "/venv/bin/python", 8, "cuda", ("0", "1", "2", "3"), "lo")
@@ -34,7 +36,7 @@ def test_one_process_is_the_plain_script():
     assert made.banner == "headway: 1 process on cpu"
 
 
-def test_modules_and_programs():
+def test_modules_run_with_python_and_programs_directly():
     assert build_plan(program=Program("pkg.train", ("-x",), "module")).argv == (
         "/venv/bin/python",
         "-m",
@@ -80,6 +82,35 @@ def test_all_accelerators_are_used_by_default():
     assert "CUDA_VISIBLE_DEVICES" not in made.additions
 
 
+BROKEN = replace(GPUS, broken_transfers="NVIDIA GeForce RTX 4090 with driver 535.54.03")
+
+
+def test_cards_whose_direct_transfers_fail_get_the_variables_of_nccl():
+    made = build_plan(BROKEN)
+    assert (made.additions["NCCL_P2P_DISABLE"], made.additions["NCCL_IB_DISABLE"]) == ("1", "1")
+    (note,) = made.notes
+    assert (
+        "fail on NVIDIA GeForce RTX 4090 with driver 535.54.03, so NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 are" in note
+    )
+    assert "NCCL_P2P_DISABLE=1" in made.format_shell()  # as `launch --dry_run` prints it
+
+
+def test_variables_of_nccl_that_the_user_has_set_are_kept():
+    made = build_plan(BROKEN, environment={"NCCL_IB_DISABLE": "0"})
+    assert "NCCL_IB_DISABLE" not in made.additions
+    assert "so NCCL_P2P_DISABLE=1 is set" in made.notes[0]
+    made = build_plan(BROKEN, environment={"NCCL_IB_DISABLE": "0", "NCCL_P2P_DISABLE": "0"})
+    assert not made.notes
+    assert not any("NCCL" in name for name in made.additions)
+
+
+@pytest.mark.parametrize("settings", [{"cpu": True, "num_processes": 2}, {"num_processes": 1}, {"gpu_ids": "1"}])
+def test_runs_without_transfers_between_gpus_get_no_variables_of_nccl(settings):
+    made = build_plan(BROKEN, **settings)
+    assert not made.notes
+    assert not any("NCCL" in name for name in made.additions)
+
+
 def test_accelerators_may_be_chosen():
     made = build_plan(GPUS, gpu_ids="0, 3")
     assert decode_order(made).num_local == 2
@@ -89,7 +120,7 @@ def test_accelerators_may_be_chosen():
 
 
 @pytest.mark.parametrize("kind", ["mps", "npu"])
-def test_all_devices_of_a_kind_without_a_known_variable(kind):
+def test_some_devices_of_a_kind_without_a_known_variable_are_refused(kind):
     """Accelerate's config file contains `gpu_ids: all`."""
     machine = Machine("box", "/venv/bin/python", 8, kind, ("0",), "lo")
     for text in ("all", "0"):
@@ -188,7 +219,7 @@ class TestMachines:
         with pytest.raises(ConfigError, match=r"rdzv_backend=static .*use --rdzv_backend c10d"):
             build_plan(num_machines=2, max_restarts=1, rdzv_backend="static", **WHERE)
 
-    def test_ipv6_address(self):
+    def test_ipv6_address_gets_brackets(self):
         assert (
             decode_order(build_plan(num_machines=2, main_process_ip="fe80::1", main_process_port=1)).endpoint
             == "[fe80::1]:1"
@@ -240,7 +271,7 @@ def test_grace_is_passed_to_the_agent():
 
 def test_launch_inside_a_launch_is_refused():
     inside = {"RANK": "1", "WORLD_SIZE": "4"}
-    with pytest.raises(ConfigError, match=r"RANK=1, WORLD_SIZE=4 .*python train.py"):
+    with pytest.raises(ConfigError, match=r"contains RANK=1, WORLD_SIZE=4, .*python train.py"):
         build_plan(environment=inside)
     made = build_plan(environment=inside, force=True)
     assert made.removals == ("RANK", "WORLD_SIZE")
@@ -266,10 +297,10 @@ def test_order_is_encoded_and_decoded_unchanged():
 def test_printed_plan_is_a_command_that_a_shell_runs():
     program = Program("printenv", ("HEADWAY_RUN", "it's $HOME"), "program")
     made = build_plan(program=program, environment={"RANK": "0"})
-    shown = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", made.format_shell()], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "RANK": "0"}
     )
-    assert json.loads(shown.stdout.splitlines()[0])["num_processes"] == 1
+    assert json.loads(result.stdout.splitlines()[0])["num_processes"] == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import zipfile
 import pytest
 
 from headway.errors import ConfigError
-from headway.launch.plan import Program
+from headway.launch.order import Program
 from headway.launch.run import check_program
 
 RUNS = "raise AssertionError('the launcher has run it')\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.core.weights.names import TensorLocation
+from headway.core.weights.locations import TensorLocation
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import RingTransport
 from tests.unit.offload.simulated import SimulatedLane
@@ -21,18 +21,18 @@ def build_stream(lane, window=2, chunk=1 << 20, is_pinned=True):
     units = []
     for number in range(NUM_UNITS):
         module = nn.Linear(4, 4, bias=False)
-        home = lane.allocate_pinned(ONE).view(torch.float32).view(4, 4) if is_pinned else torch.empty(4, 4)
-        module.weight = nn.Parameter(home.fill_(number), requires_grad=False)
+        weight = lane.allocate_pinned(ONE).view(torch.float32).view(4, 4) if is_pinned else torch.empty(4, 4)
+        module.weight = nn.Parameter(weight.fill_(number), requires_grad=False)
         units.append([TensorLocation(module, "weight", True)])
     return units, DeviceStream(units, torch.device("cpu"), window * ONE, RingTransport(lane, chunk))
 
 
-def use_units(stream, units, lane, order, wanted=None):
+def use_units(stream, units, lane, order, expected=None):
     """Queue a use of the units in `order`. Return the list of values that the device will read."""
     read = []
     for number in order:
         stream.enter_unit(number)
-        value = float(number if wanted is None else wanted[number])
+        value = float(number if expected is None else expected[number])
         lane.compute(units[number][0].tensor, lambda found, value=value: read.append((value, found)))
         stream.leave_unit(number)
     return read
@@ -100,15 +100,15 @@ def test_deleted_stream_writes_nothing_more(seed):
 def test_changed_values_are_copied_again():
     lane = SimulatedLane(2)
     units, stream = build_stream(lane, window=NUM_UNITS)
-    wanted = {number: number for number in range(NUM_UNITS)}
+    expected = {number: number for number in range(NUM_UNITS)}
     for _ in range(3):
-        read = use_units(stream, units, lane, range(NUM_UNITS), wanted)
+        read = use_units(stream, units, lane, range(NUM_UNITS), expected)
         lane.run()
         assert_values(read, NUM_UNITS)
         with torch.no_grad():
             for number, places in enumerate(units):
                 places[0].tensor.add_(100)
-                wanted[number] += 100
+                expected[number] += 100
 
 
 def test_memory_freed_after_the_copies_holds_the_whole_model():

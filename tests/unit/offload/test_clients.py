@@ -9,7 +9,7 @@ from headway import dispatch_model, init_empty_weights, load_checkpoint_and_disp
 from headway.errors import CheckpointError, ConfigError
 from headway.offload.execution import Execution, undispatch_model
 from headway.offload.placement.device_map import DeviceMap
-from headway.offload.placement.homes import Placement
+from headway.offload.placement.storage_devices import Placement
 from headway.offload.transport import HostTransport
 
 transformers = pytest.importorskip("transformers")
@@ -70,20 +70,20 @@ def alternate_devices(model):
 
 def test_every_placement_equals_the_whole_model(client, tmp_path):
     name, whole, empty, folder = client
-    wanted = run_model(name, whole)
+    expected = run_model(name, whole)
     with torch.no_grad():
-        wanted_without_gradients = run_model(name, whole)
-    wanted_tokens = None if name == "vit" else generate_tokens(whole)
+        expected_without_gradients = run_model(name, whole)
+    expected_tokens = None if name == "vit" else generate_tokens(whole)
     for device_map in ("auto", {"": "cpu"}, {"": "disk"}, alternate_devices(empty)):
         model = load_checkpoint_and_dispatch(
             copy.deepcopy(empty), folder, device_map, offload_folder=tmp_path / str(len(device_map))
         )
-        assert torch.equal(run_model(name, model), wanted)
+        assert torch.equal(run_model(name, model), expected)
         with torch.no_grad():
-            assert torch.equal(run_model(name, model), wanted_without_gradients)
-        if wanted_tokens is not None:
-            assert torch.equal(generate_tokens(model), wanted_tokens)
-            assert torch.equal(generate_tokens(model), wanted_tokens)
+            assert torch.equal(run_model(name, model), expected_without_gradients)
+        if expected_tokens is not None:
+            assert torch.equal(generate_tokens(model), expected_tokens)
+            assert torch.equal(generate_tokens(model), expected_tokens)
         state = model.state_dict()
         assert all(torch.equal(state[key], tensor) for key, tensor in whole.state_dict().items())
 
@@ -91,9 +91,11 @@ def test_every_placement_equals_the_whole_model(client, tmp_path):
 def test_streamed_copies_equal_the_whole_model(client):
     name, whole, _, _ = client
     model = copy.deepcopy(whole)
-    homes = {key: "disk" for key, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    storage_devices = {
+        key: "disk" for key, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    }
     Execution(
-        model, Placement(DeviceMap({"": "disk"}), torch.device("cpu"), homes), [], [], HostTransport()
+        model, Placement(DeviceMap({"": "disk"}), torch.device("cpu"), storage_devices), [], [], HostTransport()
     ).attach_hooks()
     assert torch.equal(run_model(name, model), run_model(name, whole))
     with torch.no_grad():

@@ -14,7 +14,7 @@ from headway import (
     load_checkpoint_in_model,
 )
 from headway.core.weights.export import save_weights
-from headway.core.weights.names import is_mapped
+from headway.core.weights.locations import is_mapped
 from headway.errors import CheckpointError, ConfigError, DeviceMapError
 
 
@@ -88,7 +88,7 @@ def test_model_without_values_is_refused(tmp_path):
         disk_offload(build_model(), tmp_path / "file")
 
 
-def test_values_from_a_state_dict_and_from_an_index(tmp_path):
+def test_offloaded_values_come_from_a_state_dict_or_an_index(tmp_path):
     whole = build_model()
     model = cpu_offload(build_meta_model(), state_dict=whole.state_dict())
     assert torch.equal(model[0](INPUTS), whole[0](INPUTS))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headway import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from headway.core.weights.names import is_mapped
+from headway.core.weights.locations import is_mapped
 from headway.errors import CheckpointError, ConfigError, DeviceMapError, UnsupportedError
 
 
@@ -105,10 +105,10 @@ def test_dtypes_are_converted(tmp_path):
 
 def assert_refused(model, folder, words, **more):
     before = {name: (id(tensor), tensor.device) for name, tensor in model.state_dict(keep_vars=True).items()}
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with pytest.raises(CheckpointError, match=words) as exc_info:
         load_checkpoint_in_model(model, folder, **more)
     assert {name: (id(t), t.device) for name, t in model.state_dict(keep_vars=True).items()} == before
-    return str(caught.value)
+    return str(exc_info.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])

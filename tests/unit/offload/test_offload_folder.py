@@ -24,7 +24,7 @@ from headway import (
     read_offload_index,
     save_offload_index,
 )
-from headway.core.weights.names import is_mapped
+from headway.core.weights.locations import is_mapped
 from headway.errors import CheckpointError, ConfigError
 from tests.unit.offload.placement.models import Chain, build_model
 
@@ -173,9 +173,9 @@ def test_index_that_is_a_pipe_is_not_waited_for(tmp_path):
 @pytest.mark.parametrize("shape", [[10**4000, 10**4000], [0, 10**100], [1] * 100_000 + [2**60], [2**40, 2**40]])
 def test_impossible_shape_is_one_short_error(tmp_path, shape):
     (tmp_path / "w.dat").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="needs a dtype of torch and a shape") as told:
+    with pytest.raises(CheckpointError, match="needs a dtype of torch and a shape") as exc_info:
         load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float32", "shape": shape})
-    assert len(str(told.value)) < 500
+    assert len(str(exc_info.value)) < 500
 
 
 def test_index_names_no_model_of_the_hub(tmp_path):
@@ -205,7 +205,7 @@ def test_memory_takes_precedence_over_files_and_safetensors_are_mapped(tmp_path)
         loaded["f"]
 
 
-def test_prefixes_and_submodules():
+def test_prefixes_select_names_of_one_submodule():
     names = ["h.1.a", "h.1.b", "h.10.a", "h.1", "x"]
     state = dict.fromkeys(names, 0)
     prefixed = PrefixedDataset(state, "h.1.")

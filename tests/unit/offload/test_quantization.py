@@ -123,7 +123,7 @@ def test_model_is_quantized_in_place(model, inputs, config):
     assert (found(inputs) - expected).norm() / expected.norm() < 0.02
 
 
-def test_dtypes_and_skipped_modules(checkpoint, inputs):
+def test_skipped_modules_keep_the_requested_dtypes(checkpoint, inputs):
     options = QuantizationOptions(
         dtype=torch.bfloat16, skip_modules=("second",), keep_in_fp32_modules=("norm",), group_size=64
     )
@@ -176,7 +176,7 @@ def test_invalid_arguments_are_refused(model):
             BnbQuantizationConfig(**settings)
 
 
-def test_modules_skipped_by_default():
+def test_head_and_tied_modules_are_skipped_by_default():
     tied = Net()
     tied.second[0].weight = tied.first.weight
     assert get_keys_to_not_convert(Net()) == ["head"]

@@ -48,7 +48,7 @@ def test_loops_skipped_units_and_second_uses():
     assert predict(order, 2, [1, 3]) == [4, 0]
 
 
-def test_encoder_followed_by_a_decoding_loop():
+def test_prediction_follows_the_decoding_loop_and_then_the_next_prompt():
     order = ReadOrder(4)
     for unit in [0, 1, *[2, 3] * 5]:
         order.record_use(unit)
@@ -59,7 +59,7 @@ def test_encoder_followed_by_a_decoding_loop():
     assert predict(order, 4) == [2, 3, 0, 1]
 
 
-def test_single_unit():
+def test_prediction_repeats_a_single_unit():
     order = ReadOrder(1)
     order.record_use(0)
     assert predict(order, 2) == [0, 0]
@@ -115,12 +115,12 @@ def test_pages_are_read_and_released(placed):
     assert not is_resident(weight)
     read_pages(weight)
     assert is_resident(weight)
-    wanted = weight.detach().clone()
+    expected = weight.detach().clone()
     with torch.no_grad():
         weight[0, 0] = 7.0  # this page no longer belongs to the file
     release_pages(weight)
     assert weight[0, 0] == 7.0
-    assert torch.equal(weight[1:], wanted[1:])
+    assert torch.equal(weight[1:], expected[1:])
     assert is_resident(torch.empty(0))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from headway import dispatch_model
 from headway.offload.execution import Execution, undispatch_model
 from headway.offload.placement.device_map import DeviceMap
-from headway.offload.placement.homes import Placement
+from headway.offload.placement.storage_devices import Placement
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import HostTransport
 
@@ -20,8 +20,10 @@ CPU = torch.device("cpu")
 def stream_model(model, preload=(), transport=None):
     """Let every tensor of the model be copied for each use, as if to a device. Return the stream."""
     undispatch_model(model)
-    homes = {name: "disk" for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
-    placement = Placement(DeviceMap({"": "disk"}), CPU, homes)
+    storage_devices = {
+        name: "disk" for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    }
+    placement = Placement(DeviceMap({"": "disk"}), CPU, storage_devices)
     execution = Execution(model, placement, [], list(preload), transport or HostTransport())
     execution.attach_hooks()
     assert isinstance(execution.stream, DeviceStream)
@@ -108,7 +110,7 @@ def test_changed_weights_are_used(pair):
         assert torch.equal(model(INPUTS), whole(INPUTS))
 
 
-def test_frozen_model_with_a_trained_adapter(pair):
+def test_adapter_on_a_streamed_frozen_model_trains_as_on_a_whole_one(pair):
     whole, model = pair
     for each in (whole, model):
         each.requires_grad_(False)
@@ -143,8 +145,8 @@ def test_full_training_accumulates_gradients_on_the_host(pair):
     stream_model(model)
     for each in (whole, model):
         each(INPUTS).square().sum().backward()
-    for (name, wanted), found in zip(whole.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(wanted.grad, found.grad), name
+    for (name, expected), found in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad), name
 
 
 def test_error_in_forward_leaves_real_weights(pair):
@@ -260,11 +262,11 @@ class FailingTransport(HostTransport):
         super().__init__()
         self.num_failures = 0
 
-    def start_copy(self, home, copy, after):
+    def start_copy(self, source, copy, after):
         if self.num_failures:
             self.num_failures -= 1
             raise OSError("no copy")
-        return super().start_copy(home, copy, after)
+        return super().start_copy(source, copy, after)
 
 
 def test_failed_copy_is_repeated(pair):

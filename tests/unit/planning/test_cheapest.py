@@ -12,7 +12,7 @@ import headway
 from benchmarks.forecast.truth import measure_peak
 from headway.cli.estimate import estimate as command
 from headway.errors import ConfigError, LossError
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.recipe import StepRecipe
 
 PRODUCT = 2 * 64 * 512 * 64 * 64
 """Operations of 64 samples x 64 tokens times a layer's weights."""
@@ -145,9 +145,31 @@ def test_model_without_blocks_is_tried_without_recomputation():
         headway.cheapest(build_plain, make_rows, recompute=(True,), **asked)
 
 
+class ReadingNet(nn.Module):
+    """Model that cannot be traced, and that has no repeated blocks to recompute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        outputs = self.linear(x)
+        return outputs * 2 if outputs.sum().item() > 0 else outputs
+
+
+def test_error_is_raised_if_no_combination_can_be_traced():
+    """With recomputation, the search for blocks fails before the trace does."""
+    with pytest.raises(headway.errors.UnsupportedError, match="_local_scalar_dense"):
+        headway.cheapest(
+            ReadingNet, lambda size: torch.zeros(size, 8), global_batch_size=4, loss=lambda out, _: out.sum(),
+            precisions=("no",), recompute=(False, True),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"micro_batches": 4}, "micro_batches=4; give a sequence of sizes"),
         ({"micro_batches": (3, 5)}, r"none of micro_batches=\[3, 5\] divides global_batch_size=64"),
         ({"micro_batches": (0,)}, "micro_batches has 0"),
         ({"global_batch_size": 0}, "global_batch_size=0"),
@@ -172,9 +194,9 @@ def test_command_prints_a_table_and_json(tmp_path):
     def run_command(*more):
         return CliRunner().invoke(command, [str(tmp_path), "--device", "t4", "--global_batch_size", "4", *more])
 
-    told = run_command("--attention", "eager", "--mixed_precision", "fp16")
-    assert told.exit_code == 0, told.output
-    lines = [line for line in told.output.splitlines() if line.startswith("fits")]
+    output = run_command("--attention", "eager", "--mixed_precision", "fp16")
+    assert output.exit_code == 0, output.output
+    lines = [line for line in output.output.splitlines() if line.startswith("fits")]
     assert len(lines) == 2
     assert all("fp16" in line and "eager" in line for line in lines)
     narrow = run_command("--json", "--activation_checkpointing", "--mixed_precision", "no", "--budget", "100MiB")
@@ -205,3 +227,23 @@ def test_attention_is_counted_on_every_device():
         return rows[0].work.flops
 
     assert count_flops("cpu") == count_flops("t4") > 3 * 2 * 8 * 16 * 32 * 96
+
+
+@pytest.mark.slow
+def test_attention_of_one_row_does_not_change_the_next():
+    """All models are made from one config object, in which transformers stores the name of the attention."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_attention_heads=8, num_hidden_layers=2, vocab_size=8, use_cache=False
+    )
+
+    def make_tokens(size):
+        return dict.fromkeys(("input_ids", "labels"), torch.zeros(size, 256, dtype=torch.long))
+
+    rows = headway.cheapest(
+        lambda: transformers.LlamaForCausalLM(config), make_tokens, global_batch_size=4, micro_batches=(4,), device="cpu",
+        budget="1GiB", precisions=("no",), recompute=(False,), attention=("eager", None),
+    )  # fmt: skip
+    totals = {row.attention: row.total for row in rows}
+    assert totals["eager"] > totals[None] + 4 * 8 * 256 * 256 * 4  # the scores of all heads
+    assert config._attn_implementation == "sdpa"

@@ -7,15 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from headway import ActivationCheckpointing, ShardingOptions
 from headway.core.config.mesh import Layout, parse_layout
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.planning import compare
-from headway.planning.compare import compare_layouts, list_candidates, plan
-from headway.planning.costs import ClusterRates, StageTimeline, compute_cost, simulate_stages
-from headway.planning.dry_run.fake_group import ObjectNotReady
+from headway.planning.cluster import ClusterRates
+from headway.planning.compare import compare_layouts, list_candidates
+from headway.planning.costs import compute_cost
+from headway.planning.dry_run.fake_collectives import ObjectNotReady
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, name_axes
-from headway.planning.dry_run.trial import dry_run_stages
+from headway.planning.dry_run.rank_update import dry_run_stages
 from headway.planning.optimizers import resolve_optimizer
+from headway.planning.pipeline_simulation import StageTimeline, simulate_stages
+from headway.planning.plan import plan
 from tests.unit.planning.models import chain, chain_loss, count_parameters, llama, loss
 
 
@@ -23,7 +27,7 @@ def bind_plan(make, num_ranks, **options):
     return partial(plan, make, num_ranks=num_ranks, **options)
 
 
-def test_axes_of_ranks():
+def test_axes_are_named_after_the_ranks_they_connect():
     layout = Layout(replicate=2, shard=3, tp=4)
     assert name_axes([0, 1, 2, 3], layout) == "tp"
     assert name_axes([1, 5, 9], layout) == "shard"
@@ -31,7 +35,7 @@ def test_axes_of_ranks():
     assert name_axes(list(range(24)), layout) == "replicatexshardxtp"
 
 
-def test_bytes_sent_in_a_ring():
+def test_collectives_send_the_bytes_of_a_ring():
     assert MeteredCollective("forward", "all_gather", "shard", 4).count_sent_bytes(400) == 300
     assert MeteredCollective("backward", "all_reduce", "replicate", 4).count_sent_bytes(400) == 600
 
@@ -56,7 +60,7 @@ def test_short_parameters_leave_ranks_empty():
     # 24 rows: one for each of 24 ranks, and none for the others, which still allocate memory for one.
     assert found.shares.num_empty == 76
     assert found.shares.num_with_gaps == 3
-    assert found.shares.thinnest[0] == 24
+    assert found.shares.rarest.num_ranks == 24
     assert (found.rank0.weights, found.rank0.padding) == (3 * 24 * 4, 0)
     assert (found.last_rank.weights, found.last_rank.padding) == (3 * 24 * 4, 3 * 24 * 4)
     assert (found.last_rank.optimizer_state, found.rank0.optimizer_state) == (3 * 4, 3 * 24 * 8 + 3 * 4)
@@ -69,7 +73,7 @@ def test_short_parameters_leave_ranks_empty():
 @pytest.mark.parametrize(
     ("optimizer", "factor"), [("sgd", 0), ("momentum", 1), ("adamw", 2), ("none", 0), (torch.optim.Adadelta, 2)]
 )
-def test_state_of_optimizers(optimizer, factor):
+def test_optimizer_state_has_the_size_of_each_optimizer(optimizer, factor):
     found = plan(chain, "fsdp", 4, step=chain_loss, optimizer=optimizer)
     assert found.rank0.optimizer_state // (3 * 24 * 24) == factor
 
@@ -204,7 +208,7 @@ def test_without_a_step_only_weights_are_known():
     assert str(compare_layouts(bind_plan(llama, 4), ["fsdp"]))
 
 
-def test_candidates_divide_the_ranks():
+def test_candidates_divide_the_ranks_evenly():
     assert list_candidates(64, 8, has_tp_plan=True) == ["ddp", "fsdp", "hsdp=8", "hsdp=16", "fsdp+tp=8"]
     assert list_candidates(6, 8) == ["ddp", "fsdp"]
 
@@ -215,6 +219,8 @@ def test_candidates_divide_the_ranks():
         ({"strategy": "hsdp=3"}, "takes 3 ranks at a time"),
         ({"strategy": "fdsp"}, "is unknown"),
         ({"num_ranks": 0}, "1 or more"),
+        ({"machine_ranks": 0}, "machine_ranks=0; give a number of 1 or more"),
+        ({"tokens": -1}, "tokens=-1"),
         ({"optimizer": "adamv"}, "did you mean adam"),
         ({"precision": "fp8"}, "allowed: no, bf16, fp16"),
     ],
@@ -225,6 +231,36 @@ def test_invalid_use_is_refused(wrong, said):
         plan(chain, given.pop("strategy"), given.pop("num_ranks"), **given)
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_offloaded_activations_are_not_counted(strategy):
+    """Each of eight checkpointed blocks keeps its input of 1 MiB. With offloading, only the one that is being copied counts."""
+
+    def count_activations(**options):
+        handlers = [ActivationCheckpointing(**options)]
+        return plan(
+            lambda: nn.Sequential(*(Block() for _ in range(8))), strategy, 2,
+            step=lambda model: model(torch.zeros(1024, 256)).sum(), kwargs_handlers=handlers,
+        ).activations  # fmt: skip
+
+    mebibyte = 1 << 20
+    assert count_activations() == 8 * mebibyte
+    assert count_activations(offload=True) == mebibyte
+
+
+def test_offloaded_parameters_are_refused():
+    with pytest.raises(UnsupportedError, match="cpu_offload=True"):
+        plan(chain, "fsdp", 2, step=chain_loss, kwargs_handlers=[ShardingOptions(cpu_offload=True)])
+
+
 @pytest.mark.parametrize("engine", ["zero1", "zero3", "DeepSpeed"])
 def test_deepspeed_is_not_planned_as_another_engine(engine):
     with pytest.raises(UnsupportedError, match=f"{engine} is DeepSpeed's engine, which cannot be planned"):
@@ -233,7 +269,7 @@ def test_deepspeed_is_not_planned_as_another_engine(engine):
     assert [row.plan is None for row in found.rows] == [False, True]
 
 
-def test_shards_within_machines():
+def test_hsdp_shards_within_machines():
     assert plan(chain, "hsdp", 8, machine_ranks=4).layout == Layout(replicate=2, shard=4)
     assert compare_layouts(bind_plan(chain, 8, machine_ranks=2), ["hsdp"]).rows[0].plan.layout == Layout(
         replicate=4, shard=2

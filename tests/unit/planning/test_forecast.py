@@ -103,7 +103,30 @@ def test_timeline_and_curve_match_the_numbers():
     assert forecast_net(batch_size=32).by_batch == ()
 
 
-def test_attention_of_plain_operations_under_autocast():
+class PeakInForward(nn.Module):
+    """Model whose forward needs the most memory, for a temporary of 16 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        torch.zeros(4 * MIB) + 1
+        return self.linear(x).sum()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_peak_in_forward_is_not_attributed_to_an_earlier_backward(accumulation):
+    found = headway.forecast(
+        PeakInForward, lambda size: torch.zeros(size, 64), accumulation=accumulation, largest=False
+    )
+    assert found.peak.endswith("forward")
+    assert [phase for phase, _ in found.timeline.phases if phase.startswith("step 1")] == [
+        *["step 1 forward", "step 1 backward"] * accumulation, "step 1 update",
+    ]  # fmt: skip
+
+
+def test_autocast_leaves_a_requested_float32_softmax_unchanged():
     """The attention requests float32 from softmax itself, so CUDA's autocast changes nothing there."""
 
     def compute_scores(x):
@@ -303,11 +326,35 @@ class Odd(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(
     "options",
-    [{"device": "rtx3090"}, {"precision": "fp8"}, {"batch_size": 0}, {"accumulation": 0}, {"optimizer": "adan"}],
+    [
+        {"device": "rtx3090"},
+        {"device": None},
+        {"precision": "fp8"},
+        {"batch_size": 0},
+        {"accumulation": 0},
+        {"optimizer": "adan"},
+        {"recompute": "full"},
+        {"max_norm": -1.0},
+        {"max_norm": "1"},
+        {"lengths": (8, 16.5)},
+        {"longest": 4096},
+    ],
+    ids=str,
 )
 def test_invalid_arguments_are_reported(options):
-    with pytest.raises(ConfigError):
+    (name,) = options
+    with pytest.raises(ConfigError, match=name):
         forecast_net(**options)
+
+
+def test_objects_in_place_of_functions_are_reported():
+    net = build_net()
+    with pytest.raises(ConfigError, match="model_fn is a Sequential; give a function"):
+        headway.forecast(net, make_batch)
+    with pytest.raises(ConfigError, match="make is a Sequential; give a function"):
+        headway.plan(net, "ddp", 2)
+    with pytest.raises(ConfigError, match="optimizer is a SGD with parameters of its own"):
+        forecast_net(optimizer=torch.optim.SGD(net.parameters()))
 
 
 def test_allocator_limit_keeps_the_upper_bound_within_the_budget():

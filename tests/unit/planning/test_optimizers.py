@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import headway
 from benchmarks.forecast.truth import measure_peak
 from headway.errors import ConfigError
-from headway.forecasting.tracing.step import StepRecipe, list_state
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.reported_tensors import list_state
 from headway.planning.optimizers import resolve_optimizer
 
 PACKAGES = {"adafactor_transformers": "transformers", "adamw8bit": "torchao", "adamw8bit_bnb": "bitsandbytes"}
@@ -68,7 +69,7 @@ def test_forecast_equals_a_real_run(optimizer):
     assert bool(found.caveats) == optimizer.startswith("adamw8bit")
 
 
-def test_state_size_of_each_optimizer():
+def test_forecast_has_the_state_size_of_each_optimizer():
     """AdamW has two float32 moments per weight, Muon about one, and Adafactor one per row, column and bias element."""
     weights = sum(each.numel() for each in build_net().parameters())
     states = {

@@ -22,7 +22,7 @@ def catch_refusal(**given):
     return str(error.value)
 
 
-def test_arguments_of_a_notebook():
+def test_arguments_of_a_published_notebook_are_accepted():
     args = TrainingArguments(
         per_device_train_batch_size=1, gradient_accumulation_steps=4, gradient_checkpointing=True, output_dir="outputs",
         evaluation_strategy="no", num_train_epochs=1, log_level="error", report_to="none",
@@ -184,6 +184,11 @@ def test_argument_given_by_two_names_is_refused():
         ({"load_best_model_at_end": True}, "eval_strategy is 'no'"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"}, "make them equal"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 7, "save_steps": 10}, "not a multiple"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.3, "save_steps": 3}, "both in one form"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.3, "save_steps": 10, "max_steps": 20},
+            "save_steps=10 is not a multiple of eval_steps=6",
+        ),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"evry": 2}}, "allowed: every"),
         ({"num_train_epochs": -1}, "num_train_epochs"),
         ({"learning_rate": "fast"}, "learning_rate"),
@@ -192,6 +197,11 @@ def test_argument_given_by_two_names_is_refused():
 )  # fmt: skip
 def test_invalid_values_are_refused(given, word):
     assert word in catch_refusal(**given)
+
+
+def test_shares_and_numbers_of_updates_are_compared_if_the_length_is_known():
+    steps = {"eval_strategy": "steps", "eval_steps": 0.25, "save_steps": 10, "max_steps": 20}
+    assert TrainingArguments(load_best_model_at_end=True, **steps).get_interval("eval_steps", 20) == 5
 
 
 def test_best_model_is_chosen_by_loss_by_default():
@@ -218,7 +228,7 @@ def test_fractions_become_numbers_of_updates():
     assert TrainingArguments(eval_steps=7).get_interval("eval_steps", 200) == 7
 
 
-def test_checkpointing_arguments_of_other_libraries():
+def test_checkpointing_arguments_of_other_libraries_are_translated():
     given = {"use_reentrant": False, "every_n_layers": 2}
     plan = TrainingArguments(gradient_checkpointing=True, gradient_checkpointing_kwargs=given).get_checkpointing_plan()
     assert plan.every == 2

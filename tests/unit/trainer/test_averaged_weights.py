@@ -46,8 +46,8 @@ def train(folder: Any, scores: list[float], **more: Any) -> tuple[Any, Recorder]
 def test_evaluations_and_the_final_model_use_averages(tmp_path: Any) -> None:
     trainer, recorder = train(tmp_path, [0.1] * 5)
     assert len(recorder.averages) == 5
-    for found, wanted in zip(recorder.seen, recorder.averages, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for found, expected in zip(recorder.seen, recorder.averages, strict=True):
+        torch.testing.assert_close(found, expected)
     torch.testing.assert_close(weights(trainer.model), recorder.averages[-1])
 
 

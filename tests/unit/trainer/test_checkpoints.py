@@ -12,7 +12,7 @@ from headway import Accelerator, Preemption, TrainerCallback
 from headway.common import scope
 from headway.core.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError, Preempted
-from headway.trainer import checkpoints
+from headway.trainer import resuming
 from headway.trainer.checkpoints import list_differences, list_settings, load_weights
 from tests.unit.trainer.models import Net, Points, arguments, make, weights
 
@@ -48,12 +48,12 @@ SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
 @pytest.fixture(autouse=True)
 def _new_process():
-    scope.drop(checkpoints.TrainingCounts)
+    scope.drop(resuming.TrainingCounts)
 
 
 def preempt(folder, step=3, resume=None, **given):
     """Preempt the only training of a process."""
-    scope.drop(checkpoints.TrainingCounts)
+    scope.drop(resuming.TrainingCounts)
     with pytest.raises(Preempted):
         make(folder, callbacks=[Terminate(step)], **SAVES, **given).train(resume_from_checkpoint=resume)
 
@@ -61,7 +61,7 @@ def preempt(folder, step=3, resume=None, **given):
 def find_first_update(folder, resume=None, model=None, is_new_process=True, **given):
     """Train, and return the update at which the training began, and the Trainer."""
     if is_new_process:
-        scope.drop(checkpoints.TrainingCounts)
+        scope.drop(resuming.TrainingCounts)
     first = First()
     trainer = make(folder, model=model, callbacks=[first], **SAVES, **given)
     trainer.train(resume_from_checkpoint=resume)
@@ -157,7 +157,7 @@ def test_preemption_that_does_not_exit_can_be_resumed(tmp_path):
 
 def test_unreadable_marker_is_reported(tmp_path, caplog):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / checkpoints.MARKER_FILE).write_text("{")
+    (tmp_path / "run" / resuming.MARKER_FILE).write_text("{")
     assert find_first_update(tmp_path)[0] == 0
     assert "cannot be read" in caplog.text
 
@@ -221,7 +221,7 @@ def test_training_with_the_largest_batch_is_preempted(tmp_path, monkeypatch):
 
 def test_marker_names_the_run(tmp_path):
     preempt(tmp_path)
-    told = json.loads((tmp_path / "run" / checkpoints.MARKER_FILE).read_text())
+    told = json.loads((tmp_path / "run" / resuming.MARKER_FILE).read_text())
     newest = read_manifest(tmp_path / "run" / "checkpoints" / "checkpoint_1")
     assert told == {"run": newest.about["run"], "training": 1, "asked": None, "update": 3}
 

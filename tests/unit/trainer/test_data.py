@@ -22,9 +22,9 @@ def test_lengths_are_read_from_a_column_or_the_tokens():
     from datasets import Dataset
 
     rows = texts(5)
-    wanted = [len(row["input_ids"]) for row in rows]
-    assert find_lengths(rows, "length") == wanted
-    assert find_lengths(Dataset.from_list(rows), "length") == wanted
+    expected = [len(row["input_ids"]) for row in rows]
+    assert find_lengths(rows, "length") == expected
+    assert find_lengths(Dataset.from_list(rows), "length") == expected
     assert find_lengths(Dataset.from_dict({"length": [3, 1]}), "length") == [3, 1]
     with pytest.raises(DataError, match="row 0 has no length: neither"):
         find_lengths([(1, 2)], "length")

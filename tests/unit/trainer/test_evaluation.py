@@ -111,7 +111,7 @@ def test_caller_may_compute_gradients_between_batches_of_predictions(tmp_path):
         assert not predictions.requires_grad
 
 
-def test_predictions_without_labels(tmp_path):
+def test_predict_works_without_labels(tmp_path):
     trainer = Trainer(Speaker(), make_arguments(tmp_path))
     found = trainer.predict([{"input_ids": [1, 2]}] * 3)
     assert found.label_ids is None
@@ -218,10 +218,10 @@ for metric in (Mean(), lambda p: {"seen": len(p.label_ids)}):
 def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
     """3200 rows of 20000 logits are 244 MiB, and a batch of 32 is 2.4 MiB. The form that keeps all of them exceeds the limit."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", FLAT, str(tmp_path)], env=kept, capture_output=True, text=True, timeout=250
     )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    streaming, everything = map(int, ran.stdout.split()[-2:])
+    assert result.returncode == 0, result.stderr[-2000:]
+    streaming, everything = map(int, result.stdout.split()[-2:])
     assert streaming < 60
     assert everything > 180

@@ -80,13 +80,13 @@ def train_by_hand(steps=2, batch=4):
 
 def test_plain_module_equals_the_loop_by_hand(tmp_path):
     """42 rows in batches of 4, two to a window, so that the last window of an epoch is a batch of 2 rows."""
-    wanted, found = train_by_hand()
+    expected, found = train_by_hand()
     same = {**SAME, "weight_decay": 0.0, "gradient_accumulation_steps": 2}
     args = TrainingArguments(output_dir=tmp_path, **same)
     trainer = Trainer(Net(), args, train_dataset=Points(42), loss_function=cross_entropy)
     output = trainer.train()
     assert_close([entry[:3] for entry in list_curve(trainer)], found, 1e-5)
-    for a, b in zip(trainer.model.parameters(), wanted.parameters()):
+    for a, b in zip(trainer.model.parameters(), expected.parameters()):
         assert torch.allclose(a, b, atol=1e-6)
     assert output.global_step == len(found)
     assert output.training_loss == pytest.approx(sum(loss for loss, *_ in found) / len(found))

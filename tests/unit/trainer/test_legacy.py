@@ -168,7 +168,7 @@ def test_attributes_may_be_replaced_between_trainings(tmp_path):
     assert trainer.state is state
 
 
-def test_evaluation_between_two_batches_of_predictions(tmp_path):
+def test_evaluation_between_two_batches_does_not_change_the_predictions(tmp_path):
     """Each evaluation knows the rows of its own batch, so four values for two rows are not one per row."""
     args = arguments(tmp_path, per_device_eval_batch_size=2)
     trainer = Trainer(WithLoss(), args, eval_dataset=Rows(3))
@@ -179,7 +179,7 @@ def test_evaluation_between_two_batches_of_predictions(tmp_path):
     assert shapes == [(2, 2)] * 3
 
 
-def test_evaluation_loop_alone(tmp_path):
+def test_evaluation_loop_returns_what_evaluate_reports(tmp_path):
     trainer = Trainer(
         WithLoss(), arguments(tmp_path), eval_dataset=Rows(7), compute_metrics=lambda p: {"rows": len(p[0])}
     )
@@ -202,7 +202,8 @@ def test_attributes_of_transformers_are_available(tmp_path):
     assert trainer.get_total_train_batch_size(trainer.args) == 8
     assert trainer.num_examples(DataLoader(Rows(5), batch_size=2)) == 5
     assert (trainer.tokenizer, trainer.model_wrapped) == ("words", trainer.model)
-    assert trainer.callback_handler.callbacks == trainer.callbacks.all
+    assert trainer.callback_handler is trainer.callbacks
+    assert "DefaultFlowCallback" in [type(each).__name__ for each in trainer.callback_handler.callbacks]
     assert (trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled) == (False, False)
     with pytest.raises(ConfigError, match="no optimizer before"):
         trainer.get_learning_rates()

@@ -18,7 +18,7 @@ class SingleProcess:
 @settings(max_examples=100, deadline=None)
 def test_losses_of_batches_run_again_count_once(windows):
     """Each batch fails in a first attempt, and is then run in pieces."""
-    book, wanted = LossBook(SingleProcess()), []
+    book, expected = LossBook(SingleProcess()), []
     for window in windows:
         total = weight = 0
         for loss, count in window:
@@ -28,9 +28,9 @@ def test_losses_of_batches_run_again_count_once(windows):
             book.end_batch(4)
             total, weight = total + 2 * loss * count, weight + 2 * count
         book.end_window()
-        wanted += [total / weight] if weight else []
+        expected += [total / weight] if weight else []
     found = book.pop_mean()
-    assert found == (pytest.approx(sum(wanted) / len(wanted), abs=1e-5) if wanted else None)
+    assert found == (pytest.approx(sum(expected) / len(expected), abs=1e-5) if expected else None)
     assert book.pop_mean() is None
     other = LossBook(SingleProcess())
     other.load_state_dict(book.state_dict())

@@ -1,6 +1,7 @@
 """Test the Trainer when memory runs out, the files that it writes, and its output."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from headway import Trainer, TrainerCallback
 from headway.core.tracking.report import load
-from headway.core.tracking.report.looks import count_kinds
-from headway.core.tracking.report.tables import list_key_figures
+from headway.core.tracking.report.event_kinds import count_kinds
+from headway.core.tracking.report.key_figures import list_key_figures
 from headway.core.tracking.runlog_reader import read_run
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
 from headway.forecasting.device import present
@@ -177,14 +178,27 @@ def test_saved_model_is_read_by_transformers(tmp_path):
     assert json.loads((tmp_path / "run" / "train_results.json").read_text()) == {"a": 1.0}
 
 
-def test_progress_bar_printed_lines_and_final_table(tmp_path, capsys):
+def test_pop_callback_removes_the_given_object_and_not_an_equal_one(tmp_path):
+    @dataclass
+    class Note(TrainerCallback):
+        text: str = "equal"
+
+        def on_log(self, *args, **kwargs): ...
+
+    first, second = Note(), Note()
+    trainer = make(tmp_path, callbacks=[first, second])
+    assert trainer.pop_callback(second) is second
+    assert [each is first for each in trainer.callback_handler.callbacks if isinstance(each, Note)] == [True]
+
+
+def test_progress_bars_and_final_table_are_shown_unless_the_log_is_quiet(tmp_path, capsys):
     trainer = make(tmp_path, disable_tqdm=False, evaluation=Points(4), eval_strategy="epoch")
     trainer.train()
-    shown = capsys.readouterr().err
-    assert "training: 5/5 | loss" in shown
-    assert "evaluation: 1/1" in shown
-    assert "samples per second" in shown
-    assert "last eval_loss" in shown
+    output = capsys.readouterr().err
+    assert "training: 5/5 | loss" in output
+    assert "evaluation: 1/1" in output
+    assert "samples per second" in output
+    assert "last eval_loss" in output
     quiet = make(tmp_path, log_level="error", disable_tqdm=False)
     quiet.train()
     assert "samples per second" not in capsys.readouterr().err

@@ -27,9 +27,9 @@ def test_model_that_does_not_accept_labels(tmp_path):
     for data in (Points(8), ROWS):
         with pytest.raises(
             LossError, match=r"Net.forward\(x\) cannot be called with a batch of (2 values|x, labels)"
-        ) as told:
+        ) as exc_info:
             Trainer(Net(), arguments(tmp_path), train_dataset=data).train()
-        assert "give the Trainer a loss_function(outputs, labels)" in str(told.value)
+        assert "give the Trainer a loss_function(outputs, labels)" in str(exc_info.value)
 
 
 def test_model_that_accepts_labels_and_returns_no_loss(tmp_path):
@@ -43,6 +43,16 @@ def test_model_that_accepts_labels_and_returns_no_loss(tmp_path):
         Trainer(Silent(), arguments(tmp_path), train_dataset=ROWS).train()
 
 
+def test_outputs_without_logits_cannot_be_smoothed(tmp_path):
+    class Scores(Net):
+        def forward(self, x, labels=None):
+            return {"loss": self.body(x).mean(), "scores": self.body(x)}
+
+    settings = arguments(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(LossError, match="label_smoothing_factor needs outputs with `logits`"):
+        Trainer(Scores(), settings, train_dataset=ROWS).train()
+
+
 # ---------------------------------------------------------------- columns
 
 
@@ -51,9 +61,9 @@ def test_model_that_accepts_labels_and_returns_no_loss(tmp_path):
 def test_dropped_columns_are_named_once(tmp_path, caplog, make_data):
     data = make_data([{**row, "index": 3, "text": "a"} for row in ROWS])
     Trainer(WithLoss(), arguments(tmp_path, num_train_epochs=2), train_dataset=data).train()
-    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
-    assert len(told) == 1
-    assert "forward does not take are left out: index, text; remove_unused_columns=False keeps them" in told[0]
+    messages = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(messages) == 1
+    assert "forward does not take are left out: index, text; remove_unused_columns=False keeps them" in messages[0]
 
 
 @pytest.mark.parametrize("make_data", [list, datasets.Dataset.from_list], ids=["rows", "datasets"])
@@ -68,7 +78,7 @@ def test_texts_that_are_not_tokenized(tmp_path, make_data, columns):
 # ---------------------------------------------------------------- arguments
 
 
-def test_exchanged_arguments_and_model(tmp_path):
+def test_exchanged_arguments_and_model_are_refused_with_the_right_order(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(
         ConfigError, match=r"the arguments were passed in place of the model; give Trainer\(model, args"
@@ -80,7 +90,7 @@ def test_exchanged_arguments_and_model(tmp_path):
         Trainer(Net(), Points())
 
 
-def test_arguments_of_transformers(tmp_path):
+def test_arguments_of_transformers_are_refused_with_a_remedy(tmp_path):
     import transformers
 
     theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
@@ -142,7 +152,7 @@ def test_text_and_dicts_are_no_datasets(tmp_path):
     assert len(several.get_eval_dataloader("second").dataset) == len(ROWS)
 
 
-def test_largest_batch_size_without_training_data(tmp_path):
+def test_largest_batch_size_without_training_data_is_an_error(tmp_path):
     trainer = Trainer(Net(), arguments(tmp_path, per_device_train_batch_size="largest"), eval_dataset=ROWS)
     with pytest.raises(DataError, match="was given no train_dataset"):
         trainer.find_largest_batch_size()

@@ -152,7 +152,7 @@ def test_configuration_of_loaders_repeats_no_rows(tmp_path):
     assert (loading.even_batches, loading.data_seed) == (False, 3)
 
 
-def test_forms_of_accelerator_config(tmp_path):
+def test_accelerator_config_accepts_dict_json_file_and_object(tmp_path):
     options = {"gradient_accumulation_kwargs": {"num_steps": 3}}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(options))
@@ -176,9 +176,9 @@ def test_forms_of_accelerator_config(tmp_path):
         ({"accelerator_config": "[1]"}, "cannot be read"),
         ({"accelerator_config": 3}, "give a dict"),
         ({"accelerator_config": {"even_batches": True}}, "count them twice|needs no repeated rows"),
-        ({"tf32": True}, r"help\(headway.TrainingArguments\) list the supported names"),
+        ({"full_determinism": True}, r"help\(headway.TrainingArguments\) list the supported names"),
     ],
 )  # fmt: skip
-def test_wrong_arguments(tmp_path, given, message):
+def test_wrong_arguments_are_refused(tmp_path, given, message):
     with pytest.raises(ConfigError, match=message):
         TrainingArguments(tmp_path, **given)

@@ -11,8 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headway import EarlyStoppingCallback, Trainer, TrainerCallback
 from headway.errors import ConfigError, MetricError
-from headway.trainer.evaluation import spread_rows
-from headway.trainer.sanity_check import MAX_BATCHES
+from headway.trainer.sanity_check import MAX_BATCHES, spread_rows
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, losses, make, weights
 
 EVERY_EPOCH = {"eval_strategy": "epoch", "num_train_epochs": 2}
@@ -33,11 +32,11 @@ def catch_refusal(folder, kind, metrics=None, evaluation=None, callbacks=(), **g
     updates = Updates()
     trainer = make(folder, callbacks=[updates, *callbacks], evaluation=evaluation or Points(30), metrics=metrics,
                    **{**EVERY_EPOCH, "save_strategy": "epoch", **given})  # fmt: skip
-    with pytest.raises(kind) as told:
+    with pytest.raises(kind) as exc_info:
         trainer.train()
     assert updates.count == 0
     assert not (folder / "run" / "checkpoints").exists()
-    return told
+    return exc_info
 
 
 # ---------------------------------------------------------------- mistakes
@@ -64,7 +63,7 @@ def test_undefined_name_in_a_metric_needs_no_second_attempt(tmp_path):
     assert calls == [8]
 
 
-def test_misspelled_metric_for_the_best_model(tmp_path):
+def test_misspelled_metric_for_the_best_model_is_refused_before_training(tmp_path):
     def metrics(prediction):
         return {"accuracy": 0.5, "f1": 0.25, "report": "text"}
 
@@ -84,11 +83,11 @@ def test_misspelled_metric_for_the_best_model(tmp_path):
     assert "not among" in str(told.value)
 
 
-def test_several_evaluations(tmp_path):
+def test_metrics_of_several_evaluations_have_their_names(tmp_path):
     several = {"near": Points(4), "far": Points(4)}
-    told = str(catch_refusal(tmp_path, ConfigError, evaluation=several, metric_for_best_model="loss").value)
-    assert "eval_far_loss, " in told
-    assert "did you mean" in told
+    message = str(catch_refusal(tmp_path, ConfigError, evaluation=several, metric_for_best_model="loss").value)
+    assert "eval_far_loss, " in message
+    assert "did you mean" in message
     make(tmp_path, evaluation=several, metric_for_best_model="near_loss", **EVERY_EPOCH).train()
 
 
@@ -140,14 +139,18 @@ def test_metric_that_fails_on_few_rows_is_accepted(tmp_path):
             raise ValueError("too few")
         return {f"class_{label}": 1.0 for label in set(prediction.label_ids.tolist())}
 
-    make(tmp_path, evaluation=Points(30), metrics=metrics, metric_for_best_model="class_1", **EVERY_EPOCH).train()
+    trainer = make(tmp_path, evaluation=Points(30), metrics=metrics, metric_for_best_model="class_1", **EVERY_EPOCH)
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
 
 
 def test_name_that_needs_more_rows_is_accepted(tmp_path):
     def metrics(prediction):
         return {"rare": 1.0} if len(prediction.label_ids) > 20 else {}
 
-    make(tmp_path, evaluation=Points(30), metrics=metrics, metric_for_best_model="rare", **EVERY_EPOCH).train()
+    trainer = make(tmp_path, evaluation=Points(30), metrics=metrics, metric_for_best_model="rare", **EVERY_EPOCH)
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
 
 
 # ---------------------------------------------------------------- nothing else changes
@@ -302,8 +305,8 @@ def test_check_can_be_disabled(tmp_path):
 
     make(tmp_path, evaluation=Points(20), metrics=metrics, eval_strategy="epoch", eval_sanity_check=False).train()
     assert sizes == [20]
-    told = str(catch_refusal(tmp_path / "on", MetricError, lambda prediction: no_such_name).value)  # noqa: F821
-    assert "skip this check: eval_sanity_check=False" in told
+    message = str(catch_refusal(tmp_path / "on", MetricError, lambda prediction: no_such_name).value)  # noqa: F821
+    assert "skip this check: eval_sanity_check=False" in message
 
 
 class Once(IterableDataset):

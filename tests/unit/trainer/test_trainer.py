@@ -82,7 +82,7 @@ def test_results_contain_the_values_that_notebooks_print(tmp_path):
     from headway import print_summary
 
     output = make(tmp_path).train()
-    wanted = {
+    expected = {
         "train_runtime",
         "train_samples_per_second",
         "train_steps_per_second",
@@ -90,7 +90,7 @@ def test_results_contain_the_values_that_notebooks_print(tmp_path):
         "epoch",
         "train_memory_peak",
     }
-    assert set(output.metrics) == wanted
+    assert set(output.metrics) == expected
     assert output.metrics["train_memory_peak"] > 1 << 20
     assert output.metrics["epoch"] == 1.0
     step, loss, metrics = output

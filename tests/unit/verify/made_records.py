@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy
 
-from headway.verify.records import RunRecord, UpdateRecord
+from headway.verify.record_types import RunFacts, UpdateRecord
+from headway.verify.records import RunRecord
 from headway.verify.request import RunRequest
 
 NAMES = ("first.weight", "first.bias", "last.weight")
@@ -58,7 +59,7 @@ def make_record(
             "trainable_parameters": list(NAMES),
         }
         about["initial_hashes"] = {name: f"{name} 0" for name in NAMES}
-        record.facts_by_rank.append({**about, **(facts or {})})
+        record.facts_by_rank.append(RunFacts(**{**about, **(facts or {})}))
         updates = {}
         for number in range(1, num_updates + 1):
             rows = tuple(f"row {8 * number + rank * size + each}" for each in range(size))

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from headway.verify.calls import CallTrace, ModelNames
 from headway.verify.causes import explain_parts, explain_repeat
 from headway.verify.draws import SharedDraws
 from headway.verify.part_blame import blame_parts
+from headway.verify.record_types import LossEntry
 
 Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Function of the rows, their labels and the number of the part."""
@@ -24,6 +24,8 @@ LABELS = torch.tensor([0, 1, 2, 2, 2, 0, 2, 2])
 MODEL = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 OTHERS = [nn.Linear(6, 3), nn.Linear(6, 3)]
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 2.0])
+PIXELS = torch.randn(3 << 16, generator=torch.Generator().manual_seed(4))
+TABLES = torch.randn(2, 256, 3, generator=torch.Generator().manual_seed(3)).unbind(0)
 
 
 class Names(ModelNames):
@@ -33,7 +35,7 @@ class Names(ModelNames):
         return {id(p): name for name, p in MODEL.named_parameters()}, {}
 
 
-def record(folder: Path, loss: Loss, parts: list[slice], weight: float | None = None) -> list[list[dict[str, Any]]]:
+def record(folder: Path, loss: Loss, parts: list[slice], weight: float | None = None) -> list[list[LossEntry]]:
     """Record the calls of a loss on parts of the rows, like one process and several ranks."""
     records = []
     for number, part in enumerate(parts):
@@ -44,7 +46,7 @@ def record(folder: Path, loss: Loss, parts: list[slice], weight: float | None = 
             trace.begin_batch(len(rows))
             value = loss(rows, labels, number)
             trace.write_loss(value, None if weight is None else float((labels != 2).sum()), "mean")
-        records.append([json.loads(line) for line in path.read_text().splitlines()])
+        records.append([LossEntry.from_dict(json.loads(line)) for line in path.read_text().splitlines()])
     return records
 
 
@@ -64,6 +66,35 @@ def use_sum(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tens
 
 def use_own_sum(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
     return MODEL(rows).square().sum()
+
+
+def use_large_table(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    """256 rows, which are summed in as many groups as the batch has rows."""
+    return use_mean(rows, labels, number) + (2 * TABLES[0]).square().mean()
+
+
+def use_large_table_of_zeros(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return use_mean(rows, labels, number) + (2 * torch.zeros(256, 3)).square().mean()
+
+
+def use_large_table_by_part(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return use_mean(rows, labels, number) + (2 * TABLES[number]).square().mean()
+
+
+def use_long_rows(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    """Rows so long that only some of their values are summed, as in the logits of a language model."""
+    pixels = rows.mean(1, keepdim=True) * PIXELS
+    return (2 * pixels).square().mean()
+
+
+def use_long_rows_in_second_dimension(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    pixels = (rows.mean(1, keepdim=True) * PIXELS).view(len(rows), 64, -1).transpose(0, 1)
+    return (2 * pixels).square().mean()
+
+
+def sum_long_rows(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    pixels = rows.mean(1, keepdim=True) * PIXELS
+    return (pixels - pixels.mean(0)).square().mean()
 
 
 def use_class_weights(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
@@ -152,6 +183,8 @@ def find_code(line: str, file: str = __file__) -> str:
         (use_softmax_over_rows, "mixes", ".softmax(0)"),
         (use_number_of_parts, "number", "16 // len(rows)"),
         (use_other_model, "tensor", "OTHERS[number](rows)"),
+        (use_large_table_by_part, "tensor", "TABLES[number]"),
+        (sum_long_rows, "statistic", "pixels.mean(0)"),
         (use_noise_by_part, "draw", "torch.randn("),
         (use_noise_filled_by_part, "draw", ".uniform_("),
         (use_branch_by_part, "path", "values.relu()"),
@@ -165,6 +198,13 @@ def test_call_that_makes_a_loss_depend_on_its_part_is_named(tmp_path: Path, loss
     cause = explain_parts(found, "rank")
     assert found.line in cause.reason
     assert (Path(__file__).parents[3] / "docs" / cause.page.partition("#")[0]).exists()
+
+
+@pytest.mark.parametrize(
+    "loss", [use_large_table, use_large_table_of_zeros, use_long_rows, use_long_rows_in_second_dimension]
+)
+def test_large_tensor_that_is_equal_on_all_parts_is_not_blamed(tmp_path: Path, loss: Loss) -> None:
+    assert blame(tmp_path, loss) is None
 
 
 def use_tokens_at_the_start(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
@@ -265,9 +305,9 @@ def test_call_made_by_only_one_of_two_equal_runs_is_named(tmp_path: Path) -> Non
         return MODEL(rows).mean()
 
     runs = [record(tmp_path, loss, [slice(0, 8)])[0] for loss in (keep, flip)]
-    for calls in (run[0]["calls"] for run in runs):  # as if both runs used the model at the same line
+    for calls in (run[0].calls for run in runs):  # as if both runs used the model at the same line
         for call in calls:
-            call["line"] = "train.py:9" if call["func"] != "flip" else call["line"]
+            call.line = "train.py:9" if call.func != "flip" else call.line
     for one, other in (runs, reversed(runs)):
         found = blame_repeat(one, other)
         assert found is not None

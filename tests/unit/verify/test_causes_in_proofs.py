@@ -1,5 +1,6 @@
 """Test that proofs name one cause and its line, from facts of records built by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from headway.verify.blame import Blame
 from headway.verify.causes import explain_parts
 from headway.verify.proofs import PROOFS
 from headway.verify.proofs.repeats import sort_by_distance
+from headway.verify.record_types import CallEntry, LossEntry
 from headway.verify.verdict import RunSet
 from tests.unit.verify.made_records import NAMES, make_record
 from tests.unit.verify.test_proofs import make_resumed, make_runs
@@ -109,10 +111,10 @@ def test_model_that_stays_in_evaluation_mode_fails(modes: Any, dropouts: int, st
 def test_parameter_without_a_gradient_is_named_with_the_call_that_detaches_it() -> None:
     runs = make_first({}, {"gradient_norms": {"first.weight": 1.0, "first.bias": 1.0}})
     calls = [
-        {"func": "input", "model_tensor": "last.weight", "line": "train.py:5", "inputs": []},
-        {"func": "linear", "line": "train.py:5 in forward", "inputs": [0], "is_cut": True},
+        CallEntry(func="input", model_tensor="last.weight", line="train.py:5", shape=[1]),
+        CallEntry(func="linear", line="train.py:5 in forward", inputs=[0], is_cut=True, shape=[1]),
     ]
-    runs.baseline.__dict__["_losses_by_rank"] = {0: [{"update": 1, "calls": calls, "loss_call": 1}]}
+    runs.baseline.__dict__["_losses_by_rank"] = {0: [make_loss(calls)]}
     verdict = PROOFS["learning"](runs)
     assert "last.weight got no gradient" in verdict.reason
     assert verdict.details == ("its result is cut off by linear() at train.py:5 in forward",)
@@ -159,15 +161,19 @@ def test_outputs_that_depend_on_padding_are_a_cause() -> None:
     assert "the outputs depend on padding" in PROOFS["processes"](runs).reason
 
 
-def make_number_trace(value: float) -> list[dict[str, Any]]:
+def make_loss(calls: list[CallEntry], value: float = 1.0) -> LossEntry:
+    """Return the loss of update 1 that two calls have computed."""
+    return LossEntry(update=1, loss_call=1, value=value, weight=None, reduction="mean", line="train.py:21", calls=calls)
+
+
+def make_number_trace(value: float) -> list[LossEntry]:
     """Return the trace of a loss that is multiplied by a number."""
     rows = [[value, value, value]]
     calls = [
-        {"func": "input", "line": "train.py:20", "inputs": [], "shape": [], "row_sums": [[1.0, 1.0, 1.0]]},
-        {"func": "mul", "line": "train.py:20", "inputs": [0], "shape": [], "row_sums": rows, "numbers": [value]},
+        CallEntry(func="input", line="train.py:20", shape=[], row_sums=[[1.0, 1.0, 1.0]]),
+        CallEntry(func="mul", line="train.py:20", inputs=[0], shape=[], row_sums=rows, numbers=[value]),
     ]
-    about = {"update": 1, "loss_call": 1, "value": value, "weight": None, "reduction": "mean", "line": "train.py:21"}
-    return [{**about, "calls": calls}]
+    return [make_loss(calls, value)]
 
 
 @pytest.mark.parametrize("is_lone", [True, False])
@@ -178,16 +184,16 @@ def test_generator_advanced_by_only_one_rank_is_the_cause(is_lone: bool) -> None
     runs.reference.__dict__["_losses_by_rank"] = {0: make_number_trace(1.0)}
     runs.several.__dict__["_losses_by_rank"] = {0: make_number_trace(1.0), 1: make_number_trace(3.0)}
     for facts in runs.several.facts_by_rank[: 1 if is_lone else 2]:
-        facts["global_draw_lines"] = {"train.py:38": "random.randrange"}
+        facts.global_draw_lines = {"train.py:38": "random.randrange"}
     reason = PROOFS["processes"](runs).reason
     assert "a number in mul() at train.py:20" in reason
     assert ("only rank 0 draws from random.randrange() at train.py:38" in reason) == is_lone
 
 
-def make_draw_trace(value: float) -> list[dict[str, Any]]:
+def make_draw_trace(value: float) -> list[LossEntry]:
     """Return the trace of a loss that is drawn from a generator."""
     trace = make_number_trace(value)
-    trace[0]["calls"][1] |= {"func": "uniform_", "numbers": []}
+    trace[0].calls[1] = replace(trace[0].calls[1], func="uniform_", numbers=[])
     return trace
 
 
@@ -222,8 +228,8 @@ def test_model_changed_by_only_one_rank_is_the_cause() -> None:
     assert runs.reference is not None
     traces = [make_number_trace(1.0), make_number_trace(3.0)]
     for each in traces:
-        each[0]["calls"][1] |= {"func": "input", "variable": "weight of a Linear", "inputs": [], "numbers": []}
-        each[0]["update"] = 2
+        each[0].calls[1] = replace(each[0].calls[1], func="input", variable="weight of a Linear", inputs=[], numbers=[])
+        each[0].update = 2
     runs.reference.__dict__["_losses_by_rank"] = {0: traces[0]}
     runs.several.__dict__["_losses_by_rank"] = {0: traces[0], 1: traces[1]}
     for number in NAMES:  # the first update is equal
@@ -241,7 +247,7 @@ def test_model_changed_by_only_one_rank_is_the_cause() -> None:
 def test_scheduler_with_another_value_on_each_rank_fails(values: tuple[float, float], status: str) -> None:
     several = make_record(num_ranks=2)
     for facts, value in zip(several.facts_by_rank, values, strict=True):
-        facts["scheduler_metrics"] = [{"update": 1, "value": value, "line": "train.py:30"}]
+        facts.scheduler_metrics = [{"update": 1, "value": value, "line": "train.py:30"}]
     verdict = PROOFS["processes"](make_runs(several=several))
     assert verdict.status == status, verdict
     assert ("at train.py:30" in verdict.reason) == (status == "FAIL")
@@ -394,7 +400,7 @@ def test_other_samples_after_a_resume_name_the_object_without_state(about: Any, 
         runs.baseline.rank0_updates[3].batches[0]["indices"] = [1]
     loader = {"dataset": "Rows", "length": 9, "workers": 0, "line": "train.py:8", **about}
     assert runs.resumed is not None
-    runs.resumed.facts_by_rank[0]["loaders"] = {"0": loader}
+    runs.resumed.facts_by_rank[0].loaders = {"0": loader}
     assert text in PROOFS["resume"](runs).reason
 
 
@@ -403,7 +409,7 @@ def test_dataset_that_writes_into_its_tensor_is_named() -> None:
         changes={3: {"batches": [{"loader": 0, "row_hashes": ["other"], "unpadded_hashes": ["other"]}]}}
     )
     runs.baseline.rank0_updates[3].batches[0]["indices"] = runs.resumed.rank0_updates[3].batches[0]["indices"] = [1]  # type: ignore[union-attr]
-    runs.baseline.facts_by_rank[0]["changed_dataset_tensors"] = {"0": ["Images.images"]}
+    runs.baseline.facts_by_rank[0].changed_dataset_tensors = {"0": ["Images.images"]}
     verdict = PROOFS["resume"](runs)
     assert "writes into its own tensor Images.images" in verdict.reason
     assert "change a copy" in verdict.advice
@@ -431,7 +437,7 @@ def test_only_samples_of_the_first_update_mean_that_the_pass_begins_anew(update:
     runs = make_resumed(num_updates=12, changes={3: {"batches": batches}})
     assert runs.resumed is not None
     runs.baseline, runs.reference = baseline, baseline
-    runs.resumed.facts_by_rank[0]["loaders"] = {"0": {"line": "train.py:8"}}
+    runs.resumed.facts_by_rank[0].loaders = {"0": {"line": "train.py:8"}}
     verdict = PROOFS["resume"](runs)
     assert f"they are the samples of update {update}" in verdict.details
     assert ("begins anew after the resume" in verdict.reason) == (update == 1)
@@ -448,8 +454,8 @@ def test_parameter_group_of_only_one_run_is_no_crash() -> None:
 def test_parameter_that_only_the_resumed_run_has_is_named() -> None:
     runs = make_resumed(changes={})
     assert runs.resumed is not None
-    runs.resumed.facts_by_rank[0]["trainable_parameters"] = [*NAMES, "head.weight"]
-    runs.resumed.facts_by_rank[0]["optimized_parameters"] = list(NAMES)
+    runs.resumed.facts_by_rank[0].trainable_parameters = [*NAMES, "head.weight"]
+    runs.resumed.facts_by_rank[0].optimized_parameters = list(NAMES)
     reason = PROOFS["resume"](runs).reason
     assert "the model has a parameter head.weight that it does not have without the kill" in reason
     assert "no optimizer trains it" in reason

@@ -16,4 +16,4 @@ from headway.verify.verdict import Status, Verdict
     ],
 )
 def test_exit_code(statuses: tuple[Status, ...], code: int) -> None:
-    assert choose_code([Verdict("memory", "memory", status, "") for status in statuses]) == code
+    assert choose_code([Verdict(key="memory", title="memory", status=status, reason="") for status in statuses]) == code

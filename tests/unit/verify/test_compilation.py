@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.verify.compilation import EagerCalls
+from headway.common import scope
+from headway.extras.eager_calls import EagerCalls
+from headway.verify.compilation import get_eager_calls, turn_off_compilation
 from headway.verify.request import RunRequest
 
 
@@ -16,9 +18,11 @@ def test_compiled_functions_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch, "compile", torch.compile)  # restored after the test
     eager = EagerCalls()
-    eager.install_for(RunRequest("measured", "", "", measures_tensors=True))
+    monkeypatch.setattr(scope, "get_or_create", lambda _: eager)
+    turn_off_compilation(RunRequest("measured", "", "", measures_tensors=True))
     assert not eager.is_used
-    eager.install_for(RunRequest("baseline", "", ""))
+    turn_off_compilation(RunRequest("baseline", "", ""))
+    assert get_eager_calls() is eager
     seen = []
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -54,7 +58,7 @@ def test_only_compilation_by_the_script_is_noted(
 ) -> None:
     monkeypatch.setattr(torch, "compile", torch.compile)
     calls = EagerCalls()
-    calls.install_for(RunRequest("baseline", str(tmp_path), str(tmp_path / "output")))
+    calls.install()
     calls.is_used = False  # another test may have imported torch._dynamo, after which the past is unknown
     folder = Path(torch.__file__).parents[1] if is_library else tmp_path
     spec = ModuleSpec("compiling", _Source("compiling", str(folder / "compiling.py")), origin="made")

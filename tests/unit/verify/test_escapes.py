@@ -32,7 +32,7 @@ def test_link_to_the_users_folder_does_not_hide_a_write(tmp_path, monkeypatch):
     folder = get_working_folder(request)
     assert not (folder / "runs").exists()
     command = [sys.executable, "-c", _SCRIPT, str(scratch)]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
-    assert found == [str((home / "folder" / "in_link.txt").resolve())]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+    assert result == [str((home / "folder" / "in_link.txt").resolve())]
     assert (home / "small.txt").read_text() == "old"
     assert (home / "large.bin").exists()

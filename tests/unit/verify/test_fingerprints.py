@@ -1,9 +1,9 @@
-"""Test that hashes of rows without padding do not depend on the padded length of a batch."""
+"""Test hashes, norms and samples of tensors: padding, complex values and nested tensors."""
 
 import pytest
 import torch
 
-from headway.verify.fingerprints import hash_rows
+from headway.verify.fingerprints import hash_rows, measure_norm, reverse_rows, sample_values
 
 
 @pytest.mark.parametrize("padding", [0, 1, -100])
@@ -20,3 +20,17 @@ def test_unusual_padding_does_not_change_a_row_that_ends_with_two_tokens() -> No
 
 def test_different_tokens_are_a_different_row() -> None:
     assert hash_rows((torch.tensor([[5, 7, 0]]),), 1)[1] != hash_rows((torch.tensor([[5, 8, 0]]),), 1)[1]
+
+
+def test_complex_values_count_with_both_parts() -> None:
+    values = torch.tensor([3j, 4.0])
+    assert measure_norm(values) == 5.0
+    assert measure_norm(values.conj()) == 5.0
+    assert sample_values(values.conj()).tolist() == [0.0, -3.0, 4.0, 0.0]
+
+
+def test_rows_of_a_nested_tensor_are_reversed() -> None:
+    rows = torch.nested.nested_tensor([torch.zeros(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    first, second = reverse_rows({"rows": rows}, 2)["rows"].unbind()
+    assert torch.equal(first, torch.ones(4, 3))
+    assert torch.equal(second, torch.zeros(2, 3))

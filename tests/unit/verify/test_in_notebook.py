@@ -7,7 +7,7 @@ import pytest
 from headway import Accelerator
 from headway.errors import ConfigError
 from headway.verify.in_notebook import FunctionProofs
-from headway.verify.verdict import Verdict
+from headway.verify.verdict import Proof
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,10 @@ def test_invalid_arguments_are_refused(arguments: tuple[Any, ...], options: dict
 
 
 def test_result_contains_the_verdicts_by_word() -> None:
-    passed = Verdict("repeat", "a run repeats itself", "PASS", "4 updates, equal bit by bit")
-    failed = Verdict("memory", "memory", "FAIL", "it grows", ("by a lot",), "stop it", "memory.md")
+    passed = Proof("repeat", title="a run repeats itself").report_pass("4 updates, equal bit by bit")
+    failed = Proof("memory", title="memory", page="memory.md").report_failure(
+        "it grows", details=["by a lot"], advice="stop it"
+    )
     assert FunctionProofs((passed,), 1.0).passed
     found = FunctionProofs((passed, failed), 1.0)
     assert not found.passed

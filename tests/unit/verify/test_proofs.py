@@ -165,6 +165,18 @@ def make_resumed(**changes):
     return make_runs(repeat=make_record(facts={"saves": [{"update": 2, "folder": ""}]}), resumed=resumed)
 
 
+@pytest.mark.parametrize(
+    ("loaders", "remedy"),
+    [({}, "with --updates N, verify runs as many updates"), ({"0": {}}, "with automatic_checkpoint_naming=True")],
+)
+def test_the_remedy_for_a_missing_checkpoint_fits_the_script(loaders, remedy):
+    """Without a prepared loader, verify cannot save a checkpoint, also with automatic naming."""
+    facts = {"loaders": loaders}
+    verdict = PROOFS["resume"](make_runs(baseline=make_record(facts=facts), repeat=make_record(facts=facts)))
+    assert verdict.status == "NOT CHECKED"
+    assert remedy in verdict.reason
+
+
 def test_exact_resume_passes():
     assert PROOFS["resume"](make_resumed()).status == "PASS"
 
@@ -246,7 +258,7 @@ def test_bias_with_a_zero_gradient_passes_beside_a_weight_that_learns():
 
 
 def test_growing_memory_fails():
-    baseline = make_record(num_updates=6, facts={"is_device": "cpu"})
+    baseline = make_record(num_updates=6)
     for number, update in baseline.rank0_updates.items():
         baseline.rank0_updates[number] = replace(update, resident_bytes=100_000_000 + 4_000_000 * number)
     assert "grows by about" in PROOFS["memory"](make_runs(baseline=baseline)).reason
@@ -256,3 +268,24 @@ def test_waiting_for_data_fails():
     batches = [{"loader": 0, "row_hashes": [], "wait_seconds": 0.9}]
     baseline = make_record(changes={number: {"batches": batches} for number in range(1, 5)})
     assert "updates wait for data" in PROOFS["data"](make_runs(baseline=baseline)).reason
+
+
+def make_waiting_runs(wait_seconds: float) -> RunSet:
+    """Return runs whose updates take one second, of which they wait for data for some time."""
+    batch = {"loader": 0, "row_hashes": ["row"], "unpadded_hashes": ["row"], "indices": []}
+    batch |= {"wait_seconds": wait_seconds, "cpu_seconds": 0.0}
+    changes = {number: {"batches": [batch], "cpu_seconds": 1.0} for number in range(1, 5)}
+    return make_runs(baseline=make_record(changes=changes))
+
+
+def test_updates_that_wait_for_data_fail():
+    assert PROOFS["data"](make_waiting_runs(0.1)).status == "PASS"
+    verdict = PROOFS["data"](make_waiting_runs(0.6))
+    assert verdict.status == "FAIL"
+    assert "600.0 ms per update, 60 % of its time" in verdict.reason
+
+
+def test_wait_without_prepared_loader_is_not_checked():
+    verdict = PROOFS["data"](make_runs())  # the batches have no times
+    assert verdict.status == "NOT CHECKED"
+    assert "no prepared loader" in verdict.reason

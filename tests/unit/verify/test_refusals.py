@@ -17,9 +17,9 @@ def check(num_updates: int = 0, code: int | None = 0, num_backwards: int = 0, *,
     if not has_accelerator:
         baseline.facts_by_rank.clear()
     options = VerifyOptions({}, False, 2, "", 6, 60.0, ("repeat",))
-    with VerifySession(options, lambda name: None) as session, pytest.raises(VerifyError) as caught:
+    with VerifySession(options, lambda name: None) as session, pytest.raises(VerifyError) as exc_info:
         session._check_baseline(replace(baseline, seconds=68.0))
-    return str(caught.value)
+    return str(exc_info.value)
 
 
 def set_load(monkeypatch: pytest.MonkeyPatch, load: float) -> None:

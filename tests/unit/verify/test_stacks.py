@@ -43,6 +43,12 @@ def test_single_process_has_no_rank(tmp_path: Path) -> None:
     assert describe_stuck(read_stacks(tmp_path, 1)) == "it was at train.py:3 in main"
 
 
+@pytest.mark.parametrize("folder", ["/srv/headway/examples", "/srv/lib/python/projects"])
+def test_scripts_in_folders_that_are_named_like_libraries_are_the_users(tmp_path: Path, folder: str) -> None:
+    write(tmp_path, 0, f'  File "{folder}/train.py", line 3 in main\n')
+    assert describe_stuck(read_stacks(tmp_path, 1)) == "it was at train.py:3 in main"
+
+
 def test_without_stacks_nothing_is_reported(tmp_path: Path) -> None:
     get_stack_file(tmp_path, 0).touch()
     assert not is_any_stuck(tmp_path)

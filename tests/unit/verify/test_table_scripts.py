@@ -27,7 +27,9 @@ def test_page_has_a_line_for_every_row() -> None:
 
 def test_row_shows_its_verdicts() -> None:
     statuses = ["PASS", "FAIL", *["NOT CHECKED"] * (len(PROOFS) - 2)]
-    verdicts = [Verdict(word, word, status, "") for word, status in zip(PROOFS, statuses, strict=True)]  # type: ignore[arg-type]
+    verdicts = [
+        Verdict(key=word, title=word, status=status, reason="") for word, status in zip(PROOFS, statuses, strict=True)
+    ]  # type: ignore[arg-type]
     row = verify_table.Row("train.py", ("--as", "accelerate"), ("--lr", "1"))
     line = verify_table.format_row(row, verify_table.Result(verdicts, "", 3.0))
     assert line == f"| `--as accelerate train.py --lr 1` | pass | **fail** {'| - ' * (len(PROOFS) - 2)}|"

@@ -47,7 +47,7 @@ from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.collectives.tree import Tree
 from headway.core.tracking.base import BlankTracker
 from headway.core.training.behavior import Behavior
-from headway.core.training.windows import ConstantDivision
+from headway.core.training.loss_policy import ConstantDivision
 from headway.errors import ConfigError, MetricError, UnsupportedError
 from headway.log import get_logger
 
@@ -250,12 +250,14 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         """Set attributes that scripts read or assign, such as `log_with`, although Headway itself does not use them.
 
         Args:
-            rng_types: Argument of the constructor.
-            log_with: Argument of the constructor.
-            handlers: Argument `kwargs_handlers` of the constructor.
+            rng_types: Argument of the constructor. None: ["generator"].
+            log_with: Argument of the constructor. None: no trackers.
+            handlers: Argument `kwargs_handlers` of the constructor. None: no handlers.
         """
         self.rng_types = ["generator"] if rng_types is None else rng_types
-        self.log_with = log_with if isinstance(log_with, list) else [] if log_with is None else [log_with]
+        self.log_with: list[Any] = []
+        if log_with is not None:
+            self.log_with = log_with if isinstance(log_with, list) else [log_with]
         self.flag_tensor: torch.Tensor | None = None
         self.has_lomo_optimizer = False
         self.delayed_fp8_autocast = False
@@ -459,7 +461,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         Raises:
             StateError: If values have one entry per sample and `loader` is not being iterated.
         """
-        chosen = loader if loader is not None else self._training_step.windows.loader
+        chosen = loader if loader is not None else self._training_step.windows.reads.loader
         if not use_gather_object and not is_per_sample(input_data, chosen, self._shard_readers):
             return gather_and_truncate(input_data, use_gather_object)
         try:
@@ -495,12 +497,14 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         variable HEADWAY_ACCELERATE_FILES is 0.
 
         Args:
-            output_dir: Directory of the checkpoint. Ignored with automatic naming.
-            safe_serialization: Whether Accelerate's weight files are safetensors. Otherwise they are written by
-                torch.save. Default: True.
+            output_dir: Directory of the checkpoint. It must be given unless
+                `ProjectConfiguration(automatic_checkpoint_naming=True)` chooses the directory. Then it is ignored.
+                Default: None.
+            safe_serialization: Whether Accelerate's weight files have the format safetensors. If False, `torch.save`
+                writes them. Default: True.
             blocking: Whether to wait until the checkpoint is on disk. Default: True.
             metric: Value of the metric for this state, by which `ProjectConfiguration(keep_best=...)` selects
-                checkpoints.
+                checkpoints. None (the default): no metric.
             save_model_func_kwargs: Other keyword arguments of `headway.Accelerator.save_state`, such as `weights`.
 
         Returns:
@@ -564,7 +568,8 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             raise UnsupportedError(
                 f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"
             )
-        models = self._checkpoints.call_load_hooks(folder)
+        models = list(self._preparation.models)
+        self._checkpoints.hooks.call_load_hooks(models, folder)
         restored = AccelerateReader(self, folder).restore(models, strict is not False)
         checkpoint_folder.continue_numbering(folder, parse_number(folder))
         log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are restored", folder)

@@ -18,17 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from headway.compat.accelerate.modules.models import load
+from headway.core.checkpoint.format.dense import is_uninitialized
 from headway.core.checkpoint.format.foreign import MANIFEST, identify_program, parse_number
-from headway.core.checkpoint.format.tensors import is_uninitialized
-from headway.core.checkpoint.loading.restoring import (
-    LoadRollback,
-    copy_saved_values,
-    copy_state,
-    find_misfit,
-    restore_object,
-)
+from headway.core.checkpoint.loading.misfits import find_misfit
+from headway.core.checkpoint.loading.restoring import copy_saved_values
+from headway.core.checkpoint.loading.rollback import LoadRollback, copy_state, restore_object
+from headway.core.checkpoint.optimizer_state import make_optimizer_undo
 from headway.core.checkpoint.resume.comparison import RestoreResult
-from headway.core.checkpoint.state import make_optimizer_undo
 from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items
 from headway.core.weights.export import save_object
 from headway.core.weights.pieces import get_memory_key
@@ -291,6 +287,11 @@ class AccelerateReader:
             each.load_state_dict(state)
 
     def _read_weights(self, index: int, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return the weights for the model with this index, under the model's own names.
+
+        Raises:
+            CheckpointError: If the file is missing or damaged.
+        """
         path = self._folder / get_file_name("model.safetensors", index)
         saved = load_file(path) if path.is_file() else self._read_pickle(get_file_name("pytorch_model.bin", index))
         return _match_names(saved, model)

@@ -9,9 +9,9 @@ import torch
 
 from headway.compat.accelerate.constants import DistributedType
 from headway.compat.accelerate.plugins import ParallelismConfig
-from headway.compat.accelerate.served.advice import explain_member
+from headway.compat.accelerate.provided_names.advice import explain_member
 from headway.compat.accelerate.state import AcceleratorState, GradientState
-from headway.compat.foreign_words import METHODS
+from headway.compat.other_library_names import METHODS
 from headway.core.checkpoint.resume.state import CheckpointState
 from headway.core.config.values import suggest_word
 from headway.core.precision.mixed import Precision
@@ -171,8 +171,10 @@ class AccelerateMembers(RankAware):
 
         Args:
             buffers: Tensors that Accelerate would split along their sequence dimensions. They are only checked.
-            buffer_seq_dims: Sequence dimension of each buffer.
+                None (the default): none.
+            buffer_seq_dims: Sequence dimension of each buffer. None (the default): none, without `buffers`.
             no_restore_buffers: Buffers that Accelerate would not restore afterwards. They are only checked.
+                None (the default): none.
 
         Raises:
             ConfigError: If there is not one valid dimension per buffer, or if `no_restore_buffers` contains a tensor

@@ -13,7 +13,8 @@ from headway.common import env
 from headway.common.optional import LazyModule
 from headway.compat.accelerate.launching.layout_words import read_fsdp, read_size
 from headway.core.config.layout_choice import ResolvedLayout
-from headway.core.config.parallelism import LayoutRequest, ShardingOptions, TorchContextParallelConfig
+from headway.core.config.layout_request import LayoutRequest
+from headway.core.config.parallelism import ShardingOptions, TorchContextParallelConfig
 from headway.errors import ConfigError
 
 fsdp = LazyModule("torch.distributed.fsdp")
@@ -163,25 +164,25 @@ class FullyShardedDataParallelPlugin:
         Args:
             version: FSDP version, 1 or 2.
         """
-        settings = self._add_to_request(type(self).__name__, LayoutRequest()).settings
-        offloads = bool(settings.get("fsdp_offload_params", (False, ""))[0])
+        request = self._add_to_request(type(self).__name__, LayoutRequest())
+        settings = {name: requested.value for name, requested in request.settings.items()}
+        offloads = bool(settings.get("fsdp_offload_params", False))
         self.fsdp_version = version
         if version == 2:
             self.backward_prefetch = None
             self.use_orig_params = None
             self.sync_module_states = None
             self.forward_prefetch = None
-            self.reshard_after_forward = bool(settings.get("fsdp_reshard_after_forward", (True, ""))[0])
+            self.reshard_after_forward = bool(settings.get("fsdp_reshard_after_forward", True))
             self.cpu_offload = fsdp.CPUOffloadPolicy() if offloads else fsdp.OffloadPolicy()
         else:
-            reshard = self.reshard_after_forward
             self.sharding_strategy = _find_member(fsdp.ShardingStrategy, self.sharding_strategy or "FULL_SHARD")
-            self.reshard_after_forward = (
-                _find_member(fsdp.ShardingStrategy, reshard) if isinstance(reshard, str) else reshard
-            )
+            if isinstance(self.reshard_after_forward, str):
+                self.reshard_after_forward = _find_member(fsdp.ShardingStrategy, self.reshard_after_forward)
             self.backward_prefetch = _find_member(fsdp.BackwardPrefetch, self.backward_prefetch)
             self.cpu_offload = fsdp.CPUOffload(offload_params=offloads)
-        for name in (*_BOOLEAN_FIELDS, *(_FSDP1_ONLY_FIELDS if version == 1 else ())):
+        boolean_fields = (*_BOOLEAN_FIELDS, *_FSDP1_ONLY_FIELDS) if version == 1 else _BOOLEAN_FIELDS
+        for name in boolean_fields:
             value = getattr(self, name)
             setattr(self, name, env.parse_bool(value, name) if isinstance(value, str) else bool(value))
         self._read_policies()
@@ -355,6 +356,7 @@ class DeepSpeedSequenceParallelConfig:
 
 
 def _is_above_one(kind: str, doc: str) -> property:
+    """Return a property of a ParallelismConfig with this docstring: whether the size of a kind of parallelism is above 1."""
     return property(lambda config: config.sizes[kind] > 1, doc=doc)
 
 
@@ -401,12 +403,14 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
             size = getattr(self, name)
-            size = env.get_int(f"PARALLELISM_CONFIG_{name.upper()}") or 1 if size is None else size
+            if size is None:
+                size = env.get_int(f"PARALLELISM_CONFIG_{name.upper()}") or 1
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}; give a number of processes, 1 or more")
             setattr(self, name, size)
         for name, allowed in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-            if (backend := getattr(self, name) or allowed) != allowed:
+            backend = getattr(self, name) or allowed
+            if backend != allowed:
                 raise ConfigError(f"{name}={backend!r}; allowed: {allowed!r}")
             setattr(self, name, allowed)
         if self.cp_enabled and self.sp_enabled:
@@ -417,6 +421,11 @@ class ParallelismConfig:
         self._mesh: Any = None
 
     def _make_handlers(self) -> None:
+        """Check the class of each axis's options, and create default options for axes that have a size and no options.
+
+        Raises:
+            ConfigError: If options have a wrong class.
+        """
         handler_classes = {
             "tp": TorchTensorParallelConfig,
             "cp": TorchContextParallelConfig,
@@ -458,7 +467,7 @@ class ParallelismConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of data-parallel processes, which read different data."""
+        """Number of data-parallel processes, which read different data: `dp_replicate_size` times `dp_shard_size`."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
     dp_replicate_enabled = _is_above_one("dp_replicate", "Whether there are several replicas.")
@@ -514,25 +523,25 @@ class ParallelismConfig:
         return device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """Return the device mesh of this config, which the first call creates. None if every size is 1.
+        """Return the device mesh of this config. Create it if it does not exist yet. None if every size is 1.
 
-        All processes must make the first call.
+        Creating the mesh is a collective operation, so all processes must make the first call.
 
         Args:
-            device_type: Device type, such as "cuda". Required on the first call.
+            device_type: Device type, such as "cuda". None (the default) is allowed only if the mesh already exists.
 
         Raises:
-            ConfigError: If the mesh was created for another device type, or if the first call passes no device type.
+            ConfigError: If `device_type` is None and there is no mesh, or if the mesh was created for another device type.
         """
         if self._mesh is None and device_type is None:
             raise ConfigError(
-                "get_device_mesh() makes the mesh: say for which devices, such as get_device_mesh('cuda')"
+                "get_device_mesh() creates the mesh, so the first call needs a device type, such as get_device_mesh('cuda')"
             )
         if self._mesh is None:
             self._mesh = self.build_device_mesh(str(device_type))
         if device_type is not None and self._mesh is not None and self._mesh.device_type != device_type:
             raise ConfigError(
-                f"the device mesh is there for {self._mesh.device_type}, but {device_type} is asked for; give one kind of device"
+                f"the device mesh was created for {self._mesh.device_type}, but {device_type} was requested; use one device type"
             )
         return self._mesh
 

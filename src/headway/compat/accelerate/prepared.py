@@ -69,6 +69,8 @@ class _AccelerateAttributes:
 
 
 def _delegate_to_optimizer(name: str) -> Any:
+    """Return a property that reads and sets an attribute of the wrapped optimizer."""
+
     def set_on_optimizer(wrapper: Any, value: Any) -> None:
         setattr(wrapper.optimizer, name, value)
 

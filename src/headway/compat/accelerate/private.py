@@ -59,6 +59,7 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
 
 
 def _convert_number(text: str) -> float | int | str:
+    """Return the number that a text contains, as an int if it is a whole number, or the text itself."""
     try:
         number = float(text)
     except ValueError:

@@ -16,7 +16,7 @@ class _UnsupportedRecipe(KwargsHandler):
 
 
 def check_handlers(handlers: list[Any] | None) -> list[Any] | None:
-    """Return the argument `kwargs_handlers` of an Accelerator unchanged if Headway supports all its items.
+    """Return the argument `kwargs_handlers` of an Accelerator, or None, unchanged if all its items are supported.
 
     Raises:
         UnsupportedError: If an item configures Transformer Engine or MS-AMP.

@@ -218,6 +218,17 @@ def _find_saved_state(root: Any, stem: str, index: int) -> tuple[Path, bool]:
 
 
 def _write_state(key: str, state: Any, root: Any, stem: str, index: int, is_full: bool, accelerator: Any) -> None:
+    """Write a state, sharded with torch.distributed.checkpoint, or as one file on rank 0 if it is a full state dict.
+
+    Args:
+        key: Key of the state in a sharded checkpoint.
+        state: State dict.
+        root: Folder.
+        stem: Beginning of the file's or folder's name.
+        index: Index of the model or optimizer, part of the name.
+        is_full: Whether `state` is a full state dict.
+        accelerator: Accelerator of this process.
+    """
     if not is_full:
         save({key: state}, checkpoint_id=Path(root) / f"{stem}_{index}")
     elif accelerator.process_index == 0:
@@ -238,6 +249,7 @@ def _make_load_options(accelerator: Any) -> StateDictOptions:
 
 
 def _read_adapter_state(model: Any) -> dict[str, Any]:
+    """Return the state dict of the model's active PEFT adapter."""
     from peft import get_peft_model_state_dict
 
     adapter_state: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)

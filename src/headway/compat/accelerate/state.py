@@ -22,7 +22,8 @@ from headway.compat.accelerate.plugins import (
 )
 from headway.core.config.compilation import TorchDynamoPlugin
 from headway.core.config.load import UNSET, resolve_run_setting
-from headway.core.data.loader import LoaderEvents, PreparedLoader
+from headway.core.data.batch_reads import BatchReads
+from headway.core.data.loader import PreparedLoader
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.ranks import RankAware
@@ -67,6 +68,7 @@ class _SharedState:
 
 
 def _read_process_values() -> dict[str, Any]:
+    """Return the device, the number of processes and the index of this process. Empty before the process group exists."""
     if not process.is_started():
         return {}
     runtime = process.current()
@@ -92,7 +94,7 @@ class PartialState(RankAware):
     """State of this process. Creating one starts the process group if the launcher started several processes.
 
     Args:
-        cpu: Whether to compute on the CPU even if an accelerator is available.
+        cpu: Whether to compute on the CPU even if an accelerator is available. Default: False.
         backend, init_method, timeout: As in `InitProcessGroupKwargs`.
 
     Raises:
@@ -219,8 +221,9 @@ class AcceleratorState(PartialState):
     """State of this process, plus the settings of the Accelerator that was created last.
 
     Args:
-        mixed_precision: Precision to report if there is no Accelerator yet. None: the launcher's setting, else "no".
-        cpu: Whether to compute on the CPU even if an accelerator is available.
+        mixed_precision: Precision to report if there is no Accelerator yet. None (the default): the launcher's setting,
+            else "no".
+        cpu: Whether to compute on the CPU even if an accelerator is available. Default: False.
         options: Other arguments of `PartialState`.
 
     Raises:
@@ -363,11 +366,11 @@ class GradientState:
     @property
     def _windows(self) -> AccumulationWindows:
         windows = None if self._run is None else self._run.accumulation
-        return AccumulationWindows(1, LoaderEvents()) if windows is None else windows
+        return AccumulationWindows(1, BatchReads()) if windows is None else windows
 
     @property
     def _loader(self) -> PreparedLoader | None:
-        active = self._windows.active
+        active = self._windows.reads.active_loaders
         return active[-1] if active else None
 
     @staticmethod
@@ -437,7 +440,7 @@ class GradientState:
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
         """List of None, as in Accelerate, and all prepared loaders that are being iterated, innermost loader last."""
-        return [None, *self._windows.active]
+        return [None, *self._windows.reads.active_loaders]
 
     @property
     def end_of_dataloader(self) -> bool:

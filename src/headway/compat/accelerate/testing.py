@@ -232,8 +232,8 @@ def execute_subprocess_async(
 
     Args:
         cmd: Program and arguments.
-        env: Environment variables of the command. None: the environment of this process.
-        stdin: Standard input of the command, as for `subprocess.run`.
+        env: Environment variables of the command. None (the default): the environment of this process.
+        stdin: Standard input of the command, as for `subprocess.run`. None (the default): that of this process.
         timeout: Time limit in seconds. Default: 180.
         quiet: Whether to suppress the command's output. Default: False.
         echo: Whether to print the command. Default: True.

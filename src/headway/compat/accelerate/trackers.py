@@ -143,9 +143,9 @@ class WandBTracker(_ProjectTracker, WandbAdapter, GeneralTracker):
 
         Args:
             table_name: Name of the table.
-            columns: Names of the columns.
-            data: Rows of values.
-            dataframe: Dataframe, instead of columns and rows.
+            columns: Names of the columns. None (the default): not given.
+            data: Rows of values. None (the default): not given.
+            dataframe: Dataframe, instead of columns and rows. None (the default): not given.
             step: Number of the step. None: the table is logged without one.
             kwargs: Other keyword arguments of `log`.
         """
@@ -276,8 +276,8 @@ class ClearMLTracker(_AccelerateInterface, ClearMLAdapter, GeneralTracker):
         Args:
             table_name: Name of the table.
             columns: Names of the columns. None: the first row is the header.
-            data: Rows of values.
-            dataframe: Dataframe, instead of columns and rows.
+            data: Rows of values. None (the default): not given.
+            dataframe: Dataframe, instead of columns and rows. None (the default): not given.
             step: Number of the step. None: ClearML's default.
             kwargs: Other arguments of ClearML's `report_table`.
 
@@ -286,7 +286,10 @@ class ClearMLTracker(_AccelerateInterface, ClearMLAdapter, GeneralTracker):
         """
         if dataframe is None and data is None:
             raise ConfigError("log_table() got neither data= nor dataframe=; give one of them")
-        rows = dataframe if dataframe is not None else [*([list(columns)] if columns else []), *(data or ())]
+        rows = dataframe
+        if dataframe is None:
+            header = [list(columns)] if columns else []
+            rows = [*header, *(data or ())]
         title, series = split_title_and_series(table_name)
         self._run.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
 
@@ -364,7 +367,9 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     Raises:
         ConfigError: If a name is unknown, or if a tracker requires a logging directory that is not given.
     """
-    requested = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
+    if log_with is None:
+        return []
+    requested = log_with if isinstance(log_with, list | tuple) else [log_with]
     if any(str(item) == LoggerType.ALL.value for item in requested):
         return [item for item in requested if isinstance(item, Tracker)] + list(get_available_trackers())
     trackers: list[Any] = []

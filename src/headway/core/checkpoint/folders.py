@@ -187,7 +187,7 @@ class HeldLocks:
 
     def release(self, folder: Path | None = None) -> None:
         """Release the lock that this process holds on a folder, or all its locks if `folder` is None."""
-        folders = [*self._locks, *(self._start_ids.keys() - self._locks.keys())] if folder is None else [folder]
+        folders = [folder] if folder is not None else list(dict.fromkeys([*self._locks, *self._start_ids]))
         for each in folders:
             self._start_ids.pop(each, None)
             lock = self._locks.pop(each, None)

@@ -72,7 +72,14 @@ class LockOwner:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         script = os.path.basename(sys.argv[0] or "python")
         return cls(
-            run, start, script, socket.gethostname(), _get_machine_id(), os.getpid(), _read_start_time(os.getpid()), now
+            run=run,
+            start=start,
+            script=script,
+            host=socket.gethostname(),
+            machine=_get_machine_id(),
+            pid=os.getpid(),
+            born=_read_start_time(os.getpid()),
+            since=now,
         )
 
     @property
@@ -174,6 +181,11 @@ class CheckpointLock(ABC):
         )
 
     def _warn_of_wait(self, text: bytes) -> None:
+        """Log that this run waits to see whether the lock's owner still runs.
+
+        Args:
+            text: Content of the lock, which describes its owner.
+        """
         log.warning("%s; waiting %g s for its next heartbeat", self._describe_owner(text, "was last used by"), SILENCE)
 
 
@@ -202,6 +214,7 @@ def is_owner_alive(text: bytes) -> bool | None:
 
 
 def _get_machine_id() -> str:
+    """Return an ID of this machine since its boot, and of the PID namespace. "" if the system has none (not Linux)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -13,17 +13,27 @@ from headway.errors import ConfigError
 class ActivationCheckpointing:
     """Options of activation checkpointing: which blocks recompute their activations, and which tensors are saved.
 
+    As one of `kwargs_handlers`, they apply to all models that are prepared for training. A checkpointed block runs its
+    forward again in backward (Chen et al. 2016, arXiv 1604.06174), with torch's non-reentrant checkpoint. Results do not
+    change. `Accelerator.checkpoint_activations` enables it for one model.
+
     Attributes:
-        every: Number n such that every n-th block is checkpointed, at least 1. 1: all blocks.
+        every: Number n such that every n-th block is checkpointed, at least 1. 1 (the default): all blocks.
         policy: One of the following, or a policy function for torch's create_selective_checkpoint_contexts.
-            "recompute": save only a block's inputs. "keep_matmul": also save outputs of matrix products, convolutions
-            and fused attention. "keep_attention": also save outputs of fused attention. "keep_all": recompute nothing,
-            which is allowed only with `offload`.
-        offload: Whether to move saved activations to host memory until backward.
-        blocks: Classes, class names or module names of the blocks. Empty: the repeated blocks of the model.
+            "recompute" (the default): save only a block's inputs. "keep_matmul": also save outputs of matrix products,
+            convolutions and fused attention. "keep_attention": also save outputs of fused attention. "keep_all":
+            recompute nothing, which is allowed only with `offload`.
+        offload: Whether to move saved activations to host memory until backward. No effect on a CPU. Default: False.
+        blocks: Classes, class names or module names of the blocks. Empty (the default): the repeated blocks of the
+            model.
 
     Raises:
         ConfigError: If a value is not allowed, or "keep_all" is given without `offload`.
+
+    Example::
+
+        options = ActivationCheckpointing(every=2, policy="keep_attention")
+        accelerator = Accelerator(kwargs_handlers=[options])
     """
 
     every: int = 1

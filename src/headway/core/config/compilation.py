@@ -16,22 +16,32 @@ Backend = DynamoBackend | str | Callable[..., Any]
 
 @dataclass
 class TorchDynamoPlugin:
-    """Settings for torch.compile in `prepare()`. Fields left as None are read from the launcher (`--dynamo_...`).
+    """Settings for torch.compile in `prepare()`, for `Accelerator(dynamo_plugin=...)`.
+
+    Fields that are None are read from the launcher (`--dynamo_...`). If it does not set them either, they have the
+    default that is named below. Models are compiled in place, at their first forward.
 
     Attributes:
-        backend: A `DynamoBackend`, its name in any case, or a callable as accepted by torch.compile. "no" disables
-            compilation.
-        mode: Inductor's mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
-        fullgraph: Whether a graph break is an error. If False, code that cannot be compiled runs eagerly.
+        backend: A `DynamoBackend`, its name in upper or lower case, such as "inductor", or a callable as accepted by torch.compile.
+            "no" disables compilation. Default: "no".
+        mode: Inductor's mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs". Default:
+            "default".
+        fullgraph: Whether a graph break is an error. False (the default): code that cannot be compiled runs eagerly.
         dynamic: Whether to compile with dynamic shapes. True: from the start. False: never, so code is recompiled for
-            each new shape. None: after the first change of shape.
-        options: Options of the backend. Cannot be combined with `mode`.
-        disable: Whether to turn compilation off.
+            each new shape. None (the default): after the first change of shape.
+        options: Options of the backend, as for torch.compile. They cannot be combined with another `mode` than
+            "default". Default: none.
+        disable: Whether to turn compilation off, whatever the backend. Default: False.
         use_regional_compilation: Whether to compile one of the model's repeated blocks and reuse the result for the
-            others, instead of compiling the whole model.
+            others, instead of compiling the whole model. This takes less time. Default: False.
 
     Raises:
-        ConfigError: If the backend or mode is unknown, or settings contradict each other.
+        ConfigError: If the backend or mode is unknown, or settings contradict each other or the command line.
+
+    Example::
+
+        plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        accelerator = Accelerator(dynamo_plugin=plugin)
     """
 
     backend: Backend | None = None
@@ -58,6 +68,7 @@ class TorchDynamoPlugin:
         self._check_mode()
 
     def _check_mode(self) -> None:
+        """Raise `ConfigError` if the mode is unknown, or cannot be combined with the options or the backend."""
         if self.mode not in COMPILE_MODES:
             raise ConfigError(f"mode={self.mode!r} of torch.compile is unknown; allowed: {', '.join(COMPILE_MODES)}")
         if self.mode == "default":

@@ -178,6 +178,8 @@ def read_settings(
 ) -> dict[str, SettingValue]:
     """Return the settings in a parsed config file, each with its origin. Keys with a null value are left out.
 
+    If a setting occurs under an earlier and under its current name, the current name counts.
+
     Args:
         mapping: Keys and values of the file.
         name: Name of the file in origins and errors.
@@ -193,7 +195,8 @@ def read_settings(
         if key not in KEYS:
             hint = explain(key) or suggest_word(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
             raise ConfigError(f"{key} ({origin}) is not a setting{hint}")
-        if value is not None:  # `key:` without a value does not set the key
+        is_overridden = key != written_key and mapping.get(key) is not None  # by its current name in the same file
+        if value is not None and not is_overridden:  # `key:` without a value does not set the key
             layer[key] = SettingValue(check_file_value(SETTINGS[key], value, origin), origin)
     return layer
 

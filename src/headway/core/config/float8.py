@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headway.core.config.foreign_words import BLOCK_FORMATS
+from headway.core.config.other_library_names import BLOCK_FORMATS
 from headway.errors import ConfigError
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -18,27 +18,38 @@ Filter = Callable[[Any, str], bool]
 
 @dataclass(frozen=True)
 class Float8Options:
-    """Options of float8 training, for `mixed_precision="fp8"`.
+    """Options of float8 training, one of `kwargs_handlers` with `mixed_precision="fp8"`.
+
+    torchao's linear layers compute forward and backward in float8, everything else under bf16 autocast. Weights,
+    gradients and optimizer state keep their dtype. Layers are converted in `prepare`. Without `emulate`, a GPU with
+    float8 units is needed, such as an H100.
 
     Attributes:
-        recipe: Name of a torchao recipe, which determines how scales are computed. "tensorwise": one scale per tensor,
-            which is fastest. "rowwise": one scale per row. "rowwise_with_gw_hp": one scale per row, with weight
-            gradients computed in bfloat16, which is most accurate.
+        recipe: Name of a torchao recipe, which determines how scales are computed. "tensorwise" (the default): one scale
+            per tensor, which is fastest. "rowwise": one scale per row. "rowwise_with_gw_hp": one scale per row, with
+            weight gradients computed in bfloat16, which is most accurate.
         fsdp_all_gather: Whether sharded layouts all-gather weights in float8 instead of bfloat16 (tensorwise only).
-            None: yes, if recipe and sharding allow it.
+            None (the default): True if recipe and sharding allow it.
         pad_inner_dim: Whether to pad the inner dim of matrix products to multiples of 16, as the hardware requires.
-            Without padding, backward raises an error if a batch's number of tokens is not such a multiple.
+            Without padding, backward raises an error if a batch's number of tokens is not such a multiple. Default:
+            True.
         emulate: Whether to compute in float32 with values rounded to float8. This is slow, but runs on any device, so
-            that float8 can be tried out.
-        keeps: Classes, class names or module names. Linear layers inside these modules stay in bfloat16.
+            that float8 can be tried out. Default: False.
+        keeps: Classes, class names or module names. Linear layers inside these modules stay in bfloat16. Default: none.
         keeps_first_and_last: Whether the model's first and last linear layers stay in bfloat16. These layers are the
-            most sensitive ones.
+            most sensitive ones. Default: True.
         module_filter: Function that is called with each linear layer and its name, and returns False to keep the layer
-            in bfloat16. It replaces `keeps` and `keeps_first_and_last`.
-        config: torchao's Float8LinearConfig. It replaces recipe, fsdp_all_gather, pad_inner_dim and emulate.
+            in bfloat16. It cannot be combined with `keeps` and `keeps_first_and_last`. None (the default): no function.
+        config: torchao's Float8LinearConfig. It cannot be combined with `recipe`, `fsdp_all_gather`, `pad_inner_dim` and
+            `emulate`, which it contains. None (the default): built from these.
 
     Raises:
         ConfigError: If the recipe is unknown, or options contradict each other.
+
+    Example::
+
+        options = Float8Options(recipe="rowwise", emulate=True)
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[options])
     """
 
     recipe: str = "tensorwise"
@@ -73,6 +84,7 @@ class Float8Options:
 
     @property
     def _has_recipe(self) -> bool:
+        """Whether any option differs from its default."""
         default = ("tensorwise", None, True, False)
         return (self.recipe, self.fsdp_all_gather, self.pad_inner_dim, self.emulate) != default
 
@@ -102,14 +114,16 @@ class Float8Options:
 class AORecipeKwargs:
     """Options of float8 training, with the names that Accelerate uses. `Float8Options` has more options.
 
+    It is one of `kwargs_handlers` with `mixed_precision="fp8"`.
+
     Attributes:
-        config: torchao's Float8LinearConfig. None: dynamic scales, one per tensor.
+        config: torchao's Float8LinearConfig. None (the default): dynamic scales, one per tensor.
         module_filter_func: Function that is called with each linear layer and its name, and returns False to keep the
-            layer in bfloat16. None: all layers but the first, the last, and those whose sizes are not multiples of 16
-            are converted.
-        pad_inner_dim: Whether to pad the inner dim of matrix products to multiples of 16. None: True.
-        enable_fsdp_float8_all_gather: Whether sharded layouts all-gather weights in float8. See
-            `Float8Options.fsdp_all_gather`.
+            layer in bfloat16. None (the default): all layers but the first, the last, and those whose sizes are not
+            multiples of 16 are converted.
+        pad_inner_dim: Whether to pad the inner dim of matrix products to multiples of 16. None (the default): True.
+        enable_fsdp_float8_all_gather: Whether sharded layouts all-gather weights in float8 instead of bfloat16. None
+            (the default): True if the sharding allows it.
     """
 
     config: Any = None

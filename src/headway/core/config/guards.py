@@ -10,20 +10,27 @@ _SPIKE_ACTIONS = ("skip", "go_back")
 
 @dataclass(frozen=True)
 class NonFinitePolicy:
-    """Policy for updates whose loss or gradients are not finite.
+    """Policy for updates whose loss or gradients are NaN or infinite, for `Accelerator(on_non_finite=...)`.
+
+    If a value on any rank is not finite, the action is taken on all ranks. `Accelerator.non_finite` counts the skipped
+    updates. Under fp16, the gradient scaler handles gradients that overflow, and the policy handles losses.
 
     Attributes:
-        action: "skip": skip the update on all ranks and continue. "stop": skip the update, and end the training loaders
-            after the current batch on all ranks. "raise": raise NonFiniteError on all ranks, before the update.
+        action: "skip" (the default): skip the update and continue. "stop": skip the update, and end the training loaders
+            after the current batch. "raise": raise NonFiniteError in the optimizer's step, before the update.
             "explain": as "raise", but first run the accumulation window again and check every operation. The error then
             names the operation that produced the value.
-        max_in_row: Maximum number of consecutive updates that are skipped. If the next update is not finite either, an
-            error is raised.
+        max_in_row: Maximum number of consecutive updates that are skipped, at least 1. If the next update is not finite
+            either, NonFiniteError is raised. Default: 10.
         explains: Whether to find the operation that produced the first non-finite value, also for actions other than
-            "explain". To find it, the accumulation window is run again.
+            "explain". To find it, the accumulation window is run again. Default: False.
 
     Raises:
         ConfigError: If the action is unknown, or `max_in_row` is not an integer of at least 1.
+
+    Example::
+
+        accelerator = Accelerator(on_non_finite=NonFinitePolicy("skip", max_in_row=3))
     """
 
     action: str = "skip"
@@ -43,25 +50,33 @@ class NonFinitePolicy:
 class SpikePolicy:
     """Policy for updates whose loss or gradient norm far exceeds those of recent updates (a spike).
 
+    Pass it as `Accelerator(on_spike=...)`. The decision is taken in the optimizer's step and is equal on all ranks.
+    `Accelerator.spikes` counts spikes.
+
     Attributes:
-        action: "skip": skip the update on all ranks and continue. "go_back": skip the update, and undo at least
-            `updates` and fewer than twice as many earlier updates, but none before the start of this pass over the
-            data. The batches of undone updates are not used again.
+        action: "skip" (the default): skip the update on all ranks and continue. "go_back": skip the update, and undo at
+            least `updates` and fewer than twice as many earlier updates, but none before the start of this pass over
+            the data. The batches of undone updates are not used again.
         fence: Number of interquartile ranges by which a loss must exceed the upper quartile of recent losses to be a
-            spike. If all recent losses are positive, their logarithms are compared.
-        norm_fence: Number of interquartile ranges by which a gradient norm must exceed the upper quartile of recent
-            norms to be a spike. The default is larger than that of `fence`, because norms have a longer tail.
+            spike. If all recent losses are positive, their logarithms are compared. Default: 5.
         window: Number of recent losses or norms from which the quartiles are computed, at least 32. Spikes are left
-            out.
-        warm_up: Number of losses or norms that must be recorded before one can be a spike.
-        updates: Minimum number of updates to go back. The state is copied to host memory every `updates` updates, and
-            two copies are kept.
-        max_in_row: Maximum number of spikes that are skipped or undone in a row. With "skip", two spikes are in a row if
-            no update is made between them. With "go_back", they are in a row if fewer than `updates` updates are made
-            between them. If yet another spike follows, SpikeError is raised.
+            out. Default: 128.
+        warm_up: Number of losses or norms that must be recorded before one can be a spike, from 8 to `window`. Default:
+            32.
+        updates: Minimum number of updates to go back, at least 1. The state is copied to host memory every `updates`
+            updates, and two copies are kept. Used only with "go_back". Default: 20.
+        max_in_row: Maximum number of spikes that are skipped or undone in a row, at least 1. With "skip", two spikes are
+            in a row if no update is made between them. With "go_back", they are in a row if fewer than `updates` updates
+            are made between them. If yet another spike follows, SpikeError is raised. Default: 10.
+        norm_fence: Number of interquartile ranges by which a gradient norm must exceed the upper quartile of recent
+            norms to be a spike. The default of 8 is larger than that of `fence`, because norms have a longer tail.
 
     Raises:
         ConfigError: If the action is unknown, or a number is out of range.
+
+    Example::
+
+        accelerator = Accelerator(on_spike=SpikePolicy("go_back", updates=50))
     """
 
     action: str = "skip"

@@ -1,21 +1,11 @@
-"""Choice of a run's layout from script, launcher and plugins, and its adaptation if the run has lost machines.
+"""Choice of a run's layout and its options from the script, its plugins, and the launcher.
 
 The script takes precedence over config file and environment. A script that contradicts the command line is an error.
-
-A run that continues on fewer ranks keeps the requested sizes if they fit. If they do not::
-
-    tp, cp, ep        shrink to a divisor of their size, because heads, sequences and experts are divisible by it too
-    pp                becomes shards, because stages can only be combined with replicas
-    replicas, shards  use the remaining ranks: as many replicas as possible without a larger part of the model per
-        rank
-
-All remaining ranks take part. For example, `fsdp+tp=2` on 8 ranks becomes `fsdp=3+tp=2` on 6 ranks and `fsdp=7` on 7
-ranks, and `hsdp=2` on 4 ranks becomes `fsdp=3` on 3 ranks. This module does not import torch.
+This module does not import torch.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from math import gcd
 from typing import Any
 
 from headway.core import extensions
@@ -24,142 +14,23 @@ from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.core.config.engine_plugin import EnginePlugin
 from headway.core.config.engines import EngineOptions
 from headway.core.config.launch import DEEPSPEED_SETTINGS, SHARDING_SETTINGS, UNSET, WRAP_POLICIES
+from headway.core.config.layout_after_loss import find_launched_ranks, resolve_on_ranks, warn_of_change
+from headway.core.config.layout_request import LayoutPlugin, LayoutRequest, RequestedValue
 from headway.core.config.load import (
     COMMAND_LINE,
     read_ranks_per_machine,
-    read_requested_num_processes,
     resolve_run_setting,
 )
-from headway.core.config.mesh import Layout, ParsedLayout, format_sizes, parse_layout
-from headway.core.config.parallelism import LayoutPlugin, LayoutRequest, ShardingOptions, TorchContextParallelConfig
+from headway.core.config.mesh import Layout
+from headway.core.config.parallelism import ShardingOptions, TorchContextParallelConfig
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 
 log = get_logger(__name__)
-
-_INNER_AXES = ("tp", "cp", "ep", "pp")
-"""Axes that split a fixed number of items, such as heads.
-
-If a run has lost ranks, the remaining ranks are distributed to the axes in this order.
-"""
-
-
-def find_launched_ranks(num_ranks: int) -> int | None:
-    """Return the number of ranks with which the run was launched, if it has lost machines since. Otherwise return None.
-
-    Args:
-        num_ranks: Current number of ranks.
-    """
-    allowed = read_requested_num_processes()
-    if allowed is None:
-        return None
-    max_ranks = allowed[-1]
-    return max_ranks if num_ranks in allowed and num_ranks < max_ranks else None
-
-
-def resolve_on_ranks(requested: ParsedLayout, num_ranks: int, ranks_per_machine: int) -> Layout:
-    """Return the layout for the current number of ranks: as requested, or adapted if machines were lost.
-
-    Args:
-        requested: Requested layout.
-        num_ranks: Current number of ranks over all machines.
-        ranks_per_machine: Number of ranks on each machine.
-
-    Raises:
-        ConfigError: If the sizes do not fit and no rank was lost.
-    """
-    num_launched = find_launched_ranks(num_ranks)
-    if num_launched is None:
-        return requested.resolve(num_ranks, ranks_per_machine)
-    return shrink_layout(requested, num_launched, num_ranks, ranks_per_machine)
-
-
-def shrink_layout(
-    requested: ParsedLayout, num_launched: int, num_remaining: int, ranks_per_machine: int | None = None
-) -> Layout:
-    """Return the layout with which a run continues after it has lost ranks.
-
-    Args:
-        requested: Layout with which the run was launched.
-        num_launched: Number of ranks at launch.
-        num_remaining: Number of ranks that remain.
-        ranks_per_machine: Number of ranks on each machine. None: all ranks are on one machine.
-    """
-    launched = requested.resolve(num_launched, ranks_per_machine)
-    unchanged = _resolve_or_none(requested, num_remaining, ranks_per_machine)
-    if unchanged is not None:
-        has_divisors = all(_get_size(launched, axis) % _get_size(unchanged, axis) == 0 for axis in _INNER_AXES)
-        if has_divisors:
-            return unchanged
-    inner_sizes: dict[str, int] = {}
-    num_free = num_remaining  # ranks that the inner axes do not use
-    shrink_factor = 1  # factor by which the inner axes together have become smaller
-    for axis in _INNER_AXES:
-        size = _get_size(launched, axis)
-        inner_sizes[axis] = gcd(size, num_free)
-        num_free //= inner_sizes[axis]
-        shrink_factor *= size // inner_sizes[axis]
-    if launched.is_replicas_only:
-        return Layout(replicate=num_free)
-    if launched.pp > 1:
-        return Layout(shard=num_remaining)
-    # Parts that the inner axes no longer split are sharded instead, so that no rank has a larger part of the model.
-    min_shards = launched.shard * shrink_factor
-    shard = next(size for size in range(min(min_shards, num_free), num_free + 1) if num_free % size == 0)
-    return Layout(replicate=num_free // shard, shard=shard, **inner_sizes)
-
-
-def _get_size(layout: Layout, axis: str) -> int:
-    return int(getattr(layout, axis))
-
-
-def _resolve_or_none(requested: ParsedLayout, num_ranks: int, ranks_per_machine: int | None) -> Layout | None:
-    try:
-        return requested.resolve(num_ranks, ranks_per_machine)
-    except ConfigError:
-        return None
-
-
-def warn_of_change(text: str, layout: Layout, num_ranks: int, ranks_per_machine: int) -> None:
-    """Log a warning if ranks were lost and the layout differs from the requested one.
-
-    Args:
-        text: Requested layout.
-        layout: Layout of this run.
-        num_ranks: Current number of ranks over all machines.
-        ranks_per_machine: Number of ranks on each machine.
-    """
-    num_launched = find_launched_ranks(num_ranks)
-    if num_launched is None:
-        return
-    change = describe_change(text, layout, num_launched, num_ranks, ranks_per_machine)
-    if change:
-        log.warning_once("%s", change)
-
-
-def describe_change(
-    text: str, layout: Layout, num_launched: int, num_remaining: int, ranks_per_machine: int | None = None
-) -> str:
-    """Return a sentence that describes how the layout changed, or "" if the layout is as requested.
-
-    Args:
-        text: Requested layout.
-        layout: Layout with which the run continues.
-        num_launched: Number of ranks at launch.
-        num_remaining: Number of ranks that remain.
-        ranks_per_machine: Number of ranks on each machine. None: all ranks are on one machine.
-    """
-    if _resolve_or_none(parse_layout(text), num_remaining, ranks_per_machine) == layout:
-        return ""
-    new_layout = f"{format_sizes(layout.sizes)} ({layout.describe()})"
-    return f"layout {text} of {num_launched} ranks does not fit {num_remaining}: the run continues with {new_layout}"
-
-
 WHOLE_MODEL_SIZE = 2**62
 """Minimum size of an FSDP unit, in parameters, that is larger than any module. The model is then a single unit."""
 _DEFAULT_UNIT_SIZE = 100_000_000
 """Accelerate's default for the minimum number of parameters in an FSDP unit."""
-
 MEGATRON = (
     "Megatron-LM is not supported yet. Leave the plugin out, and use strategy='tp' or 'fsdp+tp=2', which split matrices "
     "(docs/tensor_parallel.md)"
@@ -261,10 +132,10 @@ class RequestedLayout:
             self.request.use_deepspeed("deepspeed_plugin")
         for key, reason in self.request.refused.items():
             raise UnsupportedError(f"{key}: {reason}")
-        # Strategy that the plugins request and the keys that request it; None if they request none.
-        self._plugin_request = self.request.find_strategy()
+        self._plugin_strategy = self.request.find_strategy()
 
     def _normalize_strategy(self, strategy: str) -> str:
+        """Return the normalized name of a strategy. Raise `ConfigError` with the origin of the name if it is unknown."""
         try:
             return mesh.normalize_strategy(strategy)
         except ConfigError as error:
@@ -330,9 +201,8 @@ class RequestedLayout:
         if strategy is not None and launched is not None:
             strategy = self._match_launched(strategy, launched, resolve_text)
         origin = self.origin
-        if self._strategy is None and self._plugin_request is not None:
-            _, keys = self._plugin_request
-            origin = f"{keys} of {self.origin}"
+        if self._strategy is None and self._plugin_strategy is not None:
+            origin = f"{self._plugin_strategy.key} of {self.origin}"
         text, text_origin = resolve_run_setting(
             "strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin
         )
@@ -347,9 +217,9 @@ class RequestedLayout:
         Raises:
             ConfigError: If `strategy` contradicts a plugin.
         """
-        if self._plugin_request is None:
+        if self._plugin_strategy is None:
             return self._strategy
-        plugin_strategy, keys = self._plugin_request
+        plugin_strategy: str = self._plugin_strategy.value
         if self._strategy is None:
             return plugin_strategy
         is_registered = mesh.find_entry_point(self._strategy) is not None
@@ -364,7 +234,8 @@ class RequestedLayout:
             fits = set(mesh.parse_layout(plugin_strategy).sizes) <= set(requested.sizes)
         if not fits:
             raise ConfigError(
-                f"strategy={self._strategy!r} contradicts {plugin_strategy!r} from {keys} in {self.origin}; keep one of them"
+                f"strategy={self._strategy!r} contradicts {plugin_strategy!r} from {self._plugin_strategy.key} in {self.origin}; "
+                "keep one of them"
             )
         return self._strategy
 
@@ -410,7 +281,8 @@ class RequestedLayout:
                 layout.
         """
         if given.sharding is not None and (self.request.settings or self.request.dtypes):
-            keys = ", ".join(key for _, key in self.request.settings.values()) or "fsdp_plugin.mixed_precision_policy"
+            keys = ", ".join(requested.key for requested in self.request.settings.values())
+            keys = keys or "fsdp_plugin.mixed_precision_policy"
             raise ConfigError(
                 f"ShardingOptions in kwargs_handlers contradicts {keys} in {self.origin}; keep one of them"
             )
@@ -455,13 +327,24 @@ class RequestedLayout:
         Raises:
             ConfigError: If the script contradicts the command line.
         """
-        value, key = self.request.settings.get(name, (code_value, name))
-        resolved, _ = resolve_run_setting(name, value, None, code_origin=f"{key} of {self.origin}")
+        requested = self.request.settings.get(name, RequestedValue(code_value, name))
+        resolved, _ = resolve_run_setting(name, requested.value, None, code_origin=f"{requested.key} of {self.origin}")
         return resolved
 
     def _build_sharding(self, given: ShardingOptions, layout: Layout) -> ShardingOptions:
-        reshard = self._resolve_setting("fsdp_reshard_after_forward", _unless_default(given, "reshard_after_forward"))
-        offload = self._resolve_setting("fsdp_offload_params", _unless_default(given, "cpu_offload"))
+        """Return the sharding options: the script's, completed with the settings of the command line and the config file.
+
+        Args:
+            given: Options from the script's `kwargs_handlers`.
+            layout: Layout of the run.
+
+        Raises:
+            ConfigError: If two sources contradict each other, or the options do not fit the number of shards.
+        """
+        reshard = self._resolve_setting(
+            "fsdp_reshard_after_forward", _get_unless_default(given, "reshard_after_forward")
+        )
+        offload = self._resolve_setting("fsdp_offload_params", _get_unless_default(given, "cpu_offload"))
         if reshard is True and given.reshard_after_forward is None:
             # Accelerate's True corresponds to None: all blocks except the root, whose parameters backward needs at once.
             reshard = None
@@ -497,7 +380,7 @@ class RequestedLayout:
         min_num_params = self._resolve_setting("fsdp_min_num_params", given.min_num_params or UNSET)
         if has_own_units:
             return given.units, given.min_num_params
-        classes = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
+        classes = tuple(name.strip() for name in (names or "").split(",") if name.strip())
         by_class, by_size, whole_model = WRAP_POLICIES
         if classes and policy in (None, by_class):
             return classes, 0
@@ -512,6 +395,15 @@ class RequestedLayout:
     def _build_checkpointing(
         self, given: ActivationCheckpointing | None, sharding: ShardingOptions
     ) -> ActivationCheckpointing | None:
+        """Return the options of activation checkpointing, or None if it is off.
+
+        Args:
+            given: Options from the script's `kwargs_handlers`, or None.
+            sharding: Sharding options. The units that they name become the checkpointed blocks, unless the script gave options.
+
+        Raises:
+            ConfigError: If two sources contradict each other, or offloading is requested without checkpointing.
+        """
         is_requested = self._resolve_setting("activation_checkpointing", UNSET if given is None else True)
         offload = self._resolve_setting("activation_checkpointing_offload", UNSET if given is None else given.offload)
         if not is_requested:
@@ -559,16 +451,18 @@ def list_inapplicable_options(text: str, layout: Layout) -> Iterator[tuple[str, 
     has_shards = layout.num_shards > 1 and not is_deepspeed
     if layout.num_ranks == 1:
         return
-    for names, is_applicable, required_layout, flag in (
-        (SHARDING_SETTINGS, has_shards, "a layout with shards", "--strategy fsdp"),
-        (("cp_comm_strategy",), layout.cp > 1, "context parallelism", "--strategy cp"),
-        (DEEPSPEED_SETTINGS, is_deepspeed, "DeepSpeed", "--strategy zero2"),
-    ):
-        if not is_applicable:
-            yield from ((name, required_layout, flag) for name in names)
+    if not has_shards:
+        for name in SHARDING_SETTINGS:
+            yield name, "a layout with shards", "--strategy fsdp"
+    if layout.cp == 1:
+        yield "cp_comm_strategy", "context parallelism", "--strategy cp"
+    if not is_deepspeed:
+        for name in DEEPSPEED_SETTINGS:
+            yield name, "DeepSpeed", "--strategy zero2"
 
 
-def _unless_default(options: ShardingOptions, name: str) -> Any:
+def _get_unless_default(options: ShardingOptions, name: str) -> Any:
+    """Return an option of the script, or `UNSET` if it has the default value."""
     value = getattr(options, name)
     return UNSET if value == getattr(type(options), name) else value  # dataclass defaults are class attributes
 

@@ -8,31 +8,28 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.common import env
 from headway.common.untrusted import parse_json
 from headway.core.config.launch import EARLIER_NAMES, FIXED_FOR_FUNCTIONS, SETTINGS, LaunchConfig, Unset
 from headway.core.config.launch import UNSET as UNSET
-from headway.core.config.values import check_file_value, parse_text, suggest_word
+from headway.core.config.values import check_file_value, find_similar_words, parse_text, suggest_word
 from headway.errors import ConfigError
 
 COMMAND_LINE = "command line"
-VERSION = 1
+"""Beginning of the origin of a setting from the command line."""
+_PAYLOAD_VERSION = 1
 """Version of the payload that the launcher passes to its workers."""
 
-# Environment variables with the prefix HEADWAY_ that are not settings of a launch.
-_OTHER_VARIABLES = tuple(
-    """
-    HEADWAY_RUN HEADWAY_HOME HEADWAY_DEVICE HEADWAY_LOG_LEVEL HEADWAY_CONFIG_FILE HEADWAY_CONTROL HEADWAY_MEMORY HEADWAY_PULSE
-    HEADWAY_RESTART_REASON
-    HEADWAY_SECRET
-    """.split()  # noqa: SIM905
-)
+_OTHER_VARIABLES = (
+    "HEADWAY_RUN", "HEADWAY_HOME", "HEADWAY_DEVICE", "HEADWAY_LOG_LEVEL", "HEADWAY_CONFIG_FILE", "HEADWAY_CONTROL",
+    "HEADWAY_MEMORY", "HEADWAY_PULSE", "HEADWAY_RESTART_REASON", "HEADWAY_SECRET",
+)  # fmt: skip
+"""Environment variables with the prefix HEADWAY_ that are not settings of a launch."""
 
 
-@dataclass(frozen=True)
-class SettingValue:
+class SettingValue(NamedTuple):
     """Value of a setting, with its origin.
 
     Attributes:
@@ -115,7 +112,8 @@ def read_environment_layer(environment: Mapping[str, str]) -> dict[str, SettingV
     variables = {setting.variable: setting for setting in SETTINGS.values() if setting.is_for_files}
     known = variables | {env.PREFIX + earlier.upper(): SETTINGS[name] for earlier, name in EARLIER_NAMES.items()}
     layer = {}
-    for variable in sorted(environment):  # earlier names are read first, so that the current name overrides them
+    # Earlier names are read first, so that the current name overrides them.
+    for variable in sorted(environment, key=lambda each: (each in variables, each)):
         if not variable.startswith(env.PREFIX) or variable in _OTHER_VARIABLES:
             continue
         origin = f"environment: {variable}"
@@ -124,11 +122,12 @@ def read_environment_layer(environment: Mapping[str, str]) -> dict[str, SettingV
             if environment[variable].strip():
                 layer[setting.name] = SettingValue(parse_text(setting, environment[variable], origin), origin)
             continue
-        hint = suggest_word(variable.removeprefix(env.PREFIX), [setting.name for setting in variables.values()])
-        if hint:
-            close = hint.removeprefix("; did you mean ").removesuffix("?")
+        names = [setting.name for setting in variables.values()]
+        similar_names = find_similar_words(variable.removeprefix(env.PREFIX), names)
+        if similar_names:
+            suggestion = " or ".join(SETTINGS[name].variable for name in similar_names)
             raise ConfigError(
-                f"the environment variable {variable} is not a setting; did you mean {SETTINGS[close].variable}? Rename it"
+                f"the environment variable {variable} is not a setting; did you mean {suggestion}? Rename it"
             )
     return layer
 
@@ -171,7 +170,12 @@ def encode_payload(
         for name, setting in SETTINGS.items()
         if setting.is_for_workers and resolved.config.is_set(name)
     }
-    content = {"version": VERSION, "settings": settings, "num_processes": num_processes, "force": resolved.force}
+    content = {
+        "version": _PAYLOAD_VERSION,
+        "settings": settings,
+        "num_processes": num_processes,
+        "force": resolved.force,
+    }
     if min_processes not in (None, num_processes):
         content["min_processes"] = min_processes
     if device is not None:
@@ -182,6 +186,11 @@ def encode_payload(
 
 
 def _read_payload() -> dict[str, Any] | None:
+    """Return the settings that the launcher has passed in an environment variable, or None if there are none.
+
+    Raises:
+        ConfigError: If the variable does not contain settings of this version of Headway.
+    """
     text = env.get(env.PAYLOAD)
     if not text:
         return None
@@ -197,7 +206,12 @@ def _read_payload() -> dict[str, Any] | None:
 
 
 def _is_payload(content: Any) -> bool:
-    if not isinstance(content, dict) or content.get("version") != VERSION or type(content.get("force")) is not bool:
+    """Whether a JSON value has the structure of the launcher's payload of this version."""
+    if (
+        not isinstance(content, dict)
+        or content.get("version") != _PAYLOAD_VERSION
+        or type(content.get("force")) is not bool
+    ):
         return False
     numbers = [content.get("num_processes"), content.get("min_processes", 1), content.get("ranks_per_machine", 1)]
     settings = content.get("settings")
@@ -257,7 +271,7 @@ def resolve_run_setting(
     *,
     code_origin: str | None = None,
     parse: Callable[[str], Any] | None = None,
-) -> tuple[Any, str]:
+) -> SettingValue:
     """Return the value of one setting and its origin, in a worker process.
 
     The script's value takes precedence over the launcher's. But if the command line sets another value, this is an error,
@@ -274,7 +288,7 @@ def resolve_run_setting(
             know. Default: None, the variable's text is the value.
 
     Returns:
-        Pair of (value, origin).
+        Value and origin. The origin is "default" if no source sets the setting.
 
     Raises:
         ConfigError: If the script contradicts the command line without `--force`, the text of the environment variable
@@ -289,20 +303,21 @@ def resolve_run_setting(
             check_file_value(SETTINGS[name], launched["value"], launched["origin"]), launched["origin"]
         )
         if not has_code_value:
-            return launched_value.value, launched_value.origin
+            return launched_value
         if launched_value.origin.startswith(COMMAND_LINE) and launched_value.value != code_value:
             assert content is not None
             if content["force"]:
-                return launched_value.value, launched_value.origin
+                return launched_value
             raise ConfigError(_format_conflict(name, launched_value, origin))
     if has_code_value:
-        return code_value, f"code: {origin}"
+        return SettingValue(code_value, f"code: {origin}")
     if content is None:
         return _read_environment(name, default, parse)
-    return default, "default"
+    return SettingValue(default, "default")
 
 
 def _format_conflict(name: str, launched: SettingValue, origin: str) -> str:
+    """Return the error message for a setting that code or environment and the command line set to different values."""
     flag = f"--{name}" if launched.value is True else f"--{name} {launched.value}"
     return (
         f"{origin} against {flag} on the command line: take one of them out, "
@@ -310,20 +325,33 @@ def _format_conflict(name: str, launched: SettingValue, origin: str) -> str:
     )
 
 
-def _read_environment(name: str, default: Any, parse: Callable[[str], Any] | None) -> tuple[Any, str]:
+def _read_environment(name: str, default: Any, parse: Callable[[str], Any] | None) -> SettingValue:
+    """Return a setting's value from its environment variable, and the origin of the value, for messages.
+
+    Earlier names of the variable are accepted. Empty variables count as unset.
+
+    Args:
+        name: Name of the setting.
+        default: Value if no variable is set.
+        parse: Function that converts the text of a setting that is not in `SETTINGS`, and raises ValueError if it cannot.
+            None: the text itself.
+
+    Raises:
+        ConfigError: If the text is not valid for the setting.
+    """
     names = [name, *(earlier for earlier, current in EARLIER_NAMES.items() if current == name)]
     variables = [env.PREFIX + each.upper() for each in names]
     variable = next((each for each in variables if (env.get(each) or "").strip()), None)
     if variable is None:
-        return default, "default"
+        return SettingValue(default, "default")
     text = str(env.get(variable))
     origin = f"environment: {variable}"
     if name in SETTINGS:
-        return parse_text(SETTINGS[name], text, origin), origin
+        return SettingValue(parse_text(SETTINGS[name], text, origin), origin)
     if parse is None:
-        return text, origin
+        return SettingValue(text, origin)
     try:
-        return parse(text), origin
+        return SettingValue(parse(text), origin)
     except ValueError:
         message = f"the environment variable {variable}={text!r} cannot be read as {name}; correct or unset it"
         raise ConfigError(message) from None

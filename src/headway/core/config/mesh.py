@@ -1,22 +1,5 @@
 """Layouts such as `fsdp+tp=2`: the axes along which model and data are split, and the number of ranks along each axis.
 
-::
-
-    ddp               a copy of the model on every rank                (replicate)
-    fsdp              parameters sharded over all ranks                (shard)
-    hsdp=8            shards within groups of 8, replicas of the groups (replicate x shard)
-    hsdp              shards within each machine, replicas of the machines
-    tp                matrices split over all ranks                    (tp)
-    fsdp+tp=2         pairs of ranks split matrices, and parameters are sharded over the pairs
-    fsdp+ep=2         pairs of ranks split the experts; all other parameters are sharded over all ranks
-    ddp=2+fsdp=4+tp=2 all sizes given: 16 ranks
-    zero3             DeepSpeed's engine with ZeRO stage 3; also zero1, zero2, deepspeed
-
-Other packages can register strategies as entry points of the group `headway.strategies`::
-
-    [project.entry-points."headway.strategies"]
-    mirror = "my_package.mirror:MirrorStrategy"
-
 This module does not import torch.
 """
 
@@ -66,6 +49,8 @@ _FOREIGN_NAMES = {
     "no": "ddp",
     "auto": "ddp",
 }
+ENTRY_POINT_GROUP = "headway.strategies"
+"""Group of entry points with which other packages register strategies."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +124,7 @@ class Layout:
     @property
     def is_replicas_only(self) -> bool:
         """Whether every rank holds the full model and only the data is split."""
-        return not self.sizes.keys() - {"replicate"}
+        return self.sizes.keys() <= {"replicate"}
 
     def find_coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate along each axis, starting at 0."""
@@ -237,6 +222,7 @@ class ParsedLayout:
 
 
 def _list_divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order."""
     up_to_root = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*up_to_root, *(number // each for each in up_to_root)})
 
@@ -297,8 +283,23 @@ def format_sizes(sizes: Mapping[str, int | None]) -> str:
 def parse_layout(text: str) -> ParsedLayout:
     """Parse a layout such as "fsdp", "hsdp=8" or "fsdp+tp=2".
 
+    ::
+
+        ddp               a copy of the model on every rank                (replicate)
+        fsdp              parameters sharded over all ranks                (shard)
+        hsdp=8            shards within groups of 8, replicas of the groups (replicate x shard)
+        hsdp              shards within each machine, replicas of the machines
+        tp                matrices split over all ranks                    (tp)
+        fsdp+tp=2         pairs of ranks split matrices, and parameters are sharded over the pairs
+        fsdp+ep=2         pairs of ranks split the experts; all other parameters are sharded over all ranks
+        fsdp+cp=2         pairs of ranks split each sequence; parameters are sharded over all ranks
+        pp=2+ddp          pipelines of 2 stages, replicas of the pipelines
+        ddp=2+fsdp=4+tp=2 all sizes given: 16 ranks
+        zero3             DeepSpeed's engine with ZeRO stage 3; also zero1, zero2, deepspeed
+
     Raises:
-        ConfigError: If a term is unknown or repeated, a size is not a positive integer, two terms have no size, or the
+        ConfigError: If a term is unknown, two terms set the same axis, a size is not a positive integer, more than one
+            axis has no size ("hsdp" without a size: more than two), a DeepSpeed term is combined with others, or the
             text is too long.
     """
     sizes: dict[str, int | None] = {}
@@ -325,7 +326,8 @@ def parse_layout(text: str) -> ParsedLayout:
             raise ConfigError(f"strategy {text!r} gives a size for {name!r} twice")
         sizes |= term_sizes
     # With "hsdp" alone, the machines determine the number of shards, so one more axis may have no size.
-    if list(sizes.values()).count(None) - is_by_machine > 1:
+    max_open_sizes = 2 if is_by_machine else 1
+    if list(sizes.values()).count(None) > max_open_sizes:
         raise ConfigError(f"strategy {text!r} omits more than one size; give all but one, as in hsdp=8 or fsdp+tp=2")
     return ParsedLayout(text, sizes, is_by_machine)
 
@@ -336,6 +338,7 @@ def normalize_layout(text: str) -> str:
 
 
 def _suggest_term(name: str) -> str:
+    """Return the end of the error message for an unknown term of a strategy: a similar term, or all allowed ones."""
     from difflib import get_close_matches
 
     if name in _FOREIGN_NAMES:
@@ -357,17 +360,19 @@ def describe_groups(layout: Layout, max_groups: int = 4) -> Iterator[str]:
 
 
 def _format_ranks(group: range) -> str:
+    """Return the ranks of a group as text, such as "(0 1 2 3)" or "(0 2 .. 14)"."""
     if len(group) <= 4:
         return "(" + " ".join(str(rank) for rank in group) + ")"
     return f"({group[0]} {group[1]} .. {group[-1]})"
 
 
-ENTRY_POINT_GROUP = "headway.strategies"
-"""Group of entry points with which other packages register strategies."""
-
-
 def find_entry_point(text: str) -> "EntryPoint | None":
     """Return the entry point that another package registered for a strategy such as "mirror" or "mirror=2".
+
+    A package registers a strategy in its `pyproject.toml`::
+
+        [project.entry-points."headway.strategies"]
+        mirror = "my_package.mirror:MirrorStrategy"
 
     Return None if `text` is a layout. Layouts take precedence over registered names. The package is not imported.
 

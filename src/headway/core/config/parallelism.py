@@ -1,13 +1,12 @@
-"""Options of pipeline, sharded, tensor and context parallelism, and a collector of what plugins and files request.
+"""Options of pipeline, sharded, tensor and context parallelism.
 
 This module does not import torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from headway.core.config import mesh
 from headway.core.config.launch import CP_EXCHANGES
 from headway.core.config.values import report_unknown_keywords
 from headway.errors import ConfigError
@@ -18,30 +17,57 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 They stand for GPipe, 1F1B, interleaved 1F1B, interleaved zero bubble, and zero bubble with V-shaped placement.
 """
 _MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
+DTYPES = ("float32", "bfloat16", "float16")
+STYLES = (
+    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
+    "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_qkv_colwise", "packed_rowwise", "sequence_parallel",
+    "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert",
+    "local_params", "replicate",
+)  # fmt: skip
+"""Names of styles that a tensor-parallel plan may contain.
+
+These are the styles of transformers 5.23, plus `packed_qkv_colwise` for query, key and value in one matrix.
+"""
+CP_STYLES = ("ring", "ulysses", "auto")
+"""Ways to divide attention between ranks under context parallelism.
+
+"ring": each rank has the queries of its sequence shard. "ulysses": each rank computes some heads. "auto": whichever of
+the two sends less data.
+"""
 
 
 @report_unknown_keywords
 @dataclass(frozen=True)
 class PipelineOptions:
-    """Options of pipeline parallelism.
+    """Options of pipeline parallelism, for `kwargs_handlers` with a strategy such as "pp" or "fsdp=2+pp=2".
+
+    The model's blocks are divided into stages, and each pipeline rank holds one or more of them. Every batch is split
+    into micro-batches, which pass through the stages.
 
     Attributes:
-        schedule: One of `SCHEDULES`. "gpipe": all forwards, then all backwards. "1f1b": same result with fewer
-            activations in memory. "interleaved", "zero_bubble" and "zbv": several stages per rank and less idle time.
-            All but "gpipe" need forward and backward in one call, `accelerator.forward_backward`.
-        num_microbatches: Number of micro-batches per batch. None: twice the number of pipeline ranks. A batch with
-            fewer rows is split into single rows.
-        stages_per_rank: Number of stages on each rank, for schedules that allow more than one. None: 2. "zbv" always
-            has 2.
+        schedule: Order of the micro-batches' forwards and backwards, in upper or lower case. "gpipe" (the default): all forwards,
+            then all backwards (Huang et al. 2018). "1f1b": equal results with fewer activations in memory.
+            "interleaved" (Narayanan et al. 2021), "zero_bubble" and "zbv" (Qi et al. 2023): several stages per rank and
+            less idle time. All but "gpipe" need forward and backward in one call, `accelerator.forward_backward`.
+        num_microbatches: Number of micro-batches per batch, at least 1. It is independent of
+            `gradient_accumulation_steps`. None (the default): twice the number of pipeline ranks. A batch with fewer
+            rows is split into single rows.
+        stages_per_rank: Number of stages on each rank, for schedules that allow more than one. None (the default): 2 for
+            these schedules, else 1. "zbv" always has 2.
         split: Names of the blocks with which the second and each later stage start. Empty: stages with equal numbers of
             blocks.
         blocks: Class names or module names of the blocks. Empty: the repeated blocks of the model.
         first, last: Names of modules outside the blocks that belong to the first or last stage. A module in both is on
             both stages, and its gradients are summed. Other modules go to the first stage if they precede the blocks in
-            the module tree, else to the last.
+            the module tree, else to the last. Default: none.
 
     Raises:
         ConfigError: If the schedule is unknown, or a number is out of range or does not fit the schedule.
+
+    Example::
+
+        options = PipelineOptions(schedule="1f1b", num_microbatches=8)
+        accelerator = Accelerator(strategy="pp", kwargs_handlers=[options])
     """
 
     schedule: str = "gpipe"
@@ -101,41 +127,51 @@ class PipelineOptions:
         return self.num_microbatches or 2 * num_ranks
 
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-
 @report_unknown_keywords
 @dataclass(frozen=True)
 class ShardingOptions:
-    """Options of sharded layouts ("fsdp", "hsdp" and combinations). The defaults suit most models.
+    """Options of sharded layouts ("fsdp", "hsdp" and combinations), for `kwargs_handlers`. The defaults suit most models.
+
+    The layouts use torch's fully_shard (FSDP2): each rank keeps a shard of every parameter, gradient and optimizer
+    state. The parameters of a unit are gathered for its forward and its backward, and freed afterward.
 
     Attributes:
-        units: Classes, class names or module names whose parameters are gathered together. Empty: the repeated blocks
-            of the model. Parameters outside all units belong to the root unit.
+        units: Classes, class names or module names whose parameters are gathered together. Empty (the default): the
+            repeated blocks of the model. Parameters outside all units belong to the root unit.
         min_num_params: Alternative to `units`: each module with at least this many parameters outside smaller units is
-            a unit.
+            a unit. 0 (the default): use `units`.
         ignored: Classes, class names or module names whose frozen parameters are replicated instead of sharded.
+            Default: none.
         reshard_after_forward: Whether to free a unit's gathered parameters after its forward and gather them again in
-            backward. None: yes for all units except the root. False: keep them, which saves an all-gather and costs
-            memory. An integer: reshard them over that many ranks, such as the ranks of a machine. The integer must
-            divide the number of shards.
+            backward. None (the default): True for all units except the root. False: keep them, which saves an
+            all-gather and costs memory. An integer: reshard them over that many ranks, such as the ranks of a machine.
+            The integer must divide the number of shards.
         cpu_offload: Whether to keep parameters, gradients and optimizer state in host memory and step the optimizer
-            there.
-        forward_prefetch: Number of units to gather ahead in forward. 0: torch's default, one.
-        backward_prefetch: Number of units to gather ahead in backward. 0: torch's default, one.
-        param_dtype: Dtype of gathered parameters. None: the dtype of mixed_precision if it is used, else unchanged.
-        reduce_dtype: Dtype in which gradients are reduced. None: float32 with mixed precision, else unchanged.
-        output_dtype: Dtype of the model's floating-point outputs. None: unchanged.
+            there. Default: False.
+        forward_prefetch: Number of units to gather ahead in forward. 0 (the default): torch's own choice, one.
+        backward_prefetch: Number of units to gather ahead in backward. 0 (the default): torch's own choice, one.
+        param_dtype: Dtype of gathered parameters: "float32", "bfloat16" or "float16", a short form such as "bf16", or a
+            torch.dtype. None (the default): the dtype of mixed_precision if it is used, else unchanged.
+        reduce_dtype: Dtype in which gradients are reduced. None (the default): float32 with mixed precision, else
+            unchanged.
+        output_dtype: Dtype of the model's floating-point outputs. None (the default): unchanged.
         forward_methods: Names of methods besides forward that use the model's parameters ("encode", "generate").
+            Default: none.
         find_unused_parameters: Whether the set of parameters that take part in the loss may differ between steps and
-            ranks.
-        broadcast_buffers: Whether all ranks receive rank 0's buffers after the last backward of each update.
+            ranks. Default: False.
+        broadcast_buffers: Whether all ranks receive rank 0's buffers after the last backward of each update. Default:
+            True.
         whole_updates: Whether optimizers step on full parameters. Each parameter is then updated by one rank, for all
-            ranks. None: only if an optimizer cannot step on shards. False: never, so that such an optimizer raises an
-            error.
+            ranks. None (the default): only if an optimizer cannot step on shards. False: never, so that such an
+            optimizer raises an error.
 
     Raises:
         ConfigError: If a value is not allowed, or `units` and `min_num_params` are both given.
+
+    Example::
+
+        options = ShardingOptions(units=["Block"], reshard_after_forward=False)
+        accelerator = Accelerator(strategy="fsdp", kwargs_handlers=[options])
     """
 
     units: tuple[Any, ...] = ()
@@ -193,6 +229,15 @@ class ShardingOptions:
 
 
 def _parse_dtype(value: Any, name: str) -> str | None:
+    """Return torch's name of a dtype, such as "bfloat16" for "bf16" or `torch.bfloat16`. None stays None.
+
+    Args:
+        value: Dtype, its name, or its short name.
+        name: Name of the argument, for messages.
+
+    Raises:
+        ConfigError: If the dtype is not one of `DTYPES`.
+    """
     if value is None:
         return None
     text = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value), str(value).removeprefix("torch."))
@@ -201,36 +246,33 @@ def _parse_dtype(value: Any, name: str) -> str | None:
     return text
 
 
-STYLES = (
-    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
-    "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_qkv_colwise", "packed_rowwise", "sequence_parallel",
-    "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert",
-    "local_params", "replicate",
-)  # fmt: skip
-"""Names of styles that a tensor-parallel plan may contain.
-
-These are the styles of transformers 5.23, plus `packed_qkv_colwise` for query, key and value in one matrix.
-"""
-
-
 @report_unknown_keywords
 @dataclass(frozen=True)
 class TensorParallelOptions:
-    """Options of tensor parallelism.
+    """Options of tensor parallelism, for `kwargs_handlers` with a strategy such as "tp" or "fsdp+tp=2".
+
+    The weight matrices of each layer are split over the ranks of a tensor-parallel group. These ranks read equal batches.
 
     Attributes:
-        plan: Mapping from names of modules or parameters to styles. A style is one of `STYLES` or a torch
-            `ParallelStyle` object. `*` matches one component of a name. None: the model's own plan, which transformers'
-            models have.
+        plan: Mapping from names of modules or parameters to styles. A style is a name such as "colwise" (split output
+            features), "rowwise" (split input features) or "sequence_parallel" (docs/tensor_parallel.md lists all), or a
+            torch `ParallelStyle` object. `*` matches one component of a name. None (the default): the model's own plan,
+            which transformers' models have, else a plan that is derived from its attention layers and MLPs.
         sequence_parallel: Whether each rank computes only its sequence shard in the layers between split matrices.
-        loss_parallel: Whether logits and cross entropy stay sharded along the vocabulary.
+            Default: False.
+        loss_parallel: Whether logits and cross entropy stay sharded along the vocabulary. Default: False.
         divide: Names of integer attributes that must count only the share of one rank, such as
-            "blocks.*.attn.num_heads". The value of each is divided by the number of ranks.
+            "blocks.*.attn.num_heads". The value of each is divided by the number of ranks. Default: none.
         keep: Names of integer attributes whose values must not be divided, because forward does not use them or needs
-            the total.
+            the total. Default: none.
 
     Raises:
         ConfigError: If the plan is empty or names an unknown style, or `divide` or `keep` is a string.
+
+    Example::
+
+        options = TensorParallelOptions(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+        accelerator = Accelerator(strategy="tp", kwargs_handlers=[options])
     """
 
     plan: Mapping[str, Any] | None = None
@@ -268,27 +310,22 @@ def describe_unknown_style(name: str, style: str) -> str:
     )
 
 
-CP_STYLES = ("ring", "ulysses", "auto")
-"""Ways to divide attention between ranks under context parallelism.
-
-"ring": each rank has the queries of its sequence shard. "ulysses": each rank computes some heads. "auto": whichever of
-the two sends less data.
-"""
-
-
 @dataclass
 class TorchContextParallelConfig:
-    """Options of context parallelism, for a ParallelismConfig or `kwargs_handlers`.
+    """Options of context parallelism, for `kwargs_handlers` with a strategy such as "cp", or for a ParallelismConfig.
+
+    Every sequence is split over the ranks of a context-parallel group, which read equal batches.
 
     Attributes:
-        cp_comm_strategy: How torch's ring attention exchanges keys and values: "allgather" (default) or "alltoall".
+        cp_comm_strategy: How torch's ring attention exchanges keys and values: "allgather" or "alltoall". None: the
+            default, "allgather".
         labels: Names of those model arguments that contain labels, of shape (rows, tokens). They are needed if the
-            model itself computes the loss.
-        blocks: Classes, class names or module names of the blocks that sequences pass through. Empty: the repeated
-            blocks of the model.
-        ignore_index: Label that the loss ignores. None: the value that the model passes to torch's cross entropy, or
-            -100.
-        cp_style: "ring" (default): each rank keeps the queries of its sequence shard, and keys and values are
+            model itself computes the loss. Default: "labels", "shift_labels", "targets" and "target".
+        blocks: Classes, class names or module names of the blocks that sequences pass through. Empty (the default): the
+            repeated blocks of the model.
+        ignore_index: Label that the loss ignores. None (the default): the value that the model passes to torch's cross
+            entropy, or -100.
+        cp_style: "ring" (the default): each rank keeps the queries of its sequence shard, and keys and values are
             exchanged. "ulysses": each rank computes some heads for full sequences (Jacobs et al., 2023, arXiv
             2309.14509). The number of heads must then be a multiple of the number of ranks. "auto": the style that
             sends less data.
@@ -312,178 +349,3 @@ class TorchContextParallelConfig:
             raise ConfigError(f"cp_comm_strategy={self.cp_comm_strategy!r}; allowed: {', '.join(CP_EXCHANGES)}")
         if self.cp_style not in CP_STYLES:
             raise ConfigError(f"cp_style={self.cp_style!r}; allowed: {', '.join(CP_STYLES)}")
-
-
-# -------------------------------------------------------------------- requests of plugins and files
-
-
-@dataclass
-class LayoutRequest:
-    """Collector of the layout settings that plugins and config files request.
-
-    Each setting is recorded with its key: the argument of a plugin, or the key of a config file, that requested it.
-
-    Attributes:
-        settings: Pairs of (value, key that requested it), by setting.
-        lines: Pairs of (key, text that describes the effect of the key), in the order of the requests.
-        refused: Mapping from each unsupported key to advice for the user.
-        dtypes: Dtypes of FSDP's mixed precision policy, by field of ShardingOptions.
-        context: Options of context parallelism; None if none were requested.
-    """
-
-    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    lines: list[tuple[str, str]] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    dtypes: dict[str, Any] = field(default_factory=dict)
-    context: TorchContextParallelConfig | None = None
-    _ignored: list[tuple[str, str]] = field(default_factory=list)  # (key, reason)
-    _sizes: dict[str, tuple[int, str]] = field(default_factory=dict)  # (number of ranks, key), by axis
-    _sharding: dict[str, str] = field(default_factory=dict)  # "fsdp", "hsdp" or "ddp", by key
-    _engines: dict[str, str] = field(default_factory=dict)  # "deepspeed" or a layout with a ZeRO stage, by key
-
-    def request_setting(self, setting: str, value: Any, key: str) -> None:
-        """Record that `key` requests a value for a setting.
-
-        Args:
-            setting: Name of Headway's setting.
-            value: Requested value.
-            key: Argument of a plugin, or key of a config file, that requests the value. It is shown in messages.
-
-        Raises:
-            ConfigError: If another key requested a different value.
-        """
-        earlier_value, earlier_key = self.settings.get(setting, (value, key))
-        if earlier_value != value:
-            raise ConfigError(f"{earlier_key} says {setting}={earlier_value!r}, but {key} says {value!r}; keep one")
-        self.settings[setting] = (value, key)
-        self.lines.append((key, f"{setting}: {value!r}"))
-
-    def ignore_key(self, key: str, reason: str) -> None:
-        """Record that `key` has no effect, with the reason.
-
-        Args:
-            key: Argument of a plugin, or key of a config file.
-            reason: Explanation for the user.
-        """
-        self._ignored.append((key, reason))
-        self.lines.append((key, f"not needed: {reason}"))
-
-    def refuse_key(self, key: str, reason: str) -> None:
-        """Record that `key` is not supported, with advice for the user.
-
-        Args:
-            key: Argument of a plugin, or key of a config file.
-            reason: Explanation and advice for the user.
-        """
-        self.refused[key] = reason
-
-    def use_shards(self, key: str, layout: str = "fsdp") -> None:
-        """Request a sharded layout ("fsdp" or "hsdp") without sizes, or replicas ("ddp").
-
-        Args:
-            key: Argument of a plugin, or key of a config file, that requests the layout.
-            layout: "fsdp", "hsdp" or "ddp". Default: "fsdp".
-        """
-        if layout != "fsdp" or key not in self._sharding:
-            self._sharding[key] = layout
-
-    def use_deepspeed(self, key: str, stage: str = "deepspeed") -> None:
-        """Request DeepSpeed's engine.
-
-        Args:
-            key: Argument of a plugin, or key of a config file, that requests the engine.
-            stage: Layout that selects a ZeRO stage, such as "zero3". Default: "deepspeed", without a stage.
-        """
-        if stage != "deepspeed" or key not in self._engines:
-            self._engines[key] = stage
-
-    def set_size(self, axis: str, size: int, key: str) -> None:
-        """Request a number of ranks along an axis.
-
-        Args:
-            axis: Name of the axis, such as "tp".
-            size: Number of ranks.
-            key: Argument of a plugin, or key of a config file, that requests the number.
-
-        Raises:
-            ConfigError: If two keys request different numbers larger than 1.
-        """
-        earlier_size, earlier_key = self._sizes.get(axis, (1, key))
-        if earlier_size > 1 and size not in (1, earlier_size):
-            raise ConfigError(f"{earlier_key}={earlier_size} contradicts {key}={size}; keep one of them")
-        self._sizes[axis] = (size, key) if size > 1 else (earlier_size, earlier_key)
-        self.lines.append((key, "size 1: nothing is split along it" if size == 1 else f"strategy: {axis} = {size}"))
-
-    @property
-    def ignored(self) -> list[str]:
-        """Keys of plugins and config files that have no effect, each with the reason."""
-        return [f"{key} ({reason})" for key, reason in self._ignored]
-
-    @property
-    def has_sizes(self) -> bool:
-        """Whether a size larger than 1 was requested for an axis."""
-        return any(size > 1 for size, _ in self._sizes.values())
-
-    def find_strategy(self) -> tuple[str, str] | None:
-        """Return the requested layout and the keys that request it, or None if no layout was requested.
-
-        The keys are arguments of plugins or keys of config files.
-
-        Raises:
-            ConfigError: If the requests contradict each other.
-        """
-        size_keys = [key for size, key in self._sizes.values() if size > 1]
-        if self._engines and (self._sharding or size_keys):
-            sharding_keys = ", ".join([*self._sharding, *size_keys])
-            raise ConfigError(
-                f"DeepSpeed ({', '.join(self._engines)}) and torch's own engine ({sharding_keys}) are both "
-                "requested; keep one"
-            )
-        if self._engines:
-            stages = sorted(set(self._engines.values()) - {"deepspeed"}) or ["deepspeed"]
-            return stages[0], ", ".join(self._engines)
-        kinds = set(self._sharding.values()) - {"fsdp"}
-        if len(kinds) > 1:
-            raise ConfigError(f"{' and '.join(self._sharding)} ask for different layouts; keep one")
-        if size_keys:
-            keys = ", ".join(size_keys)
-            return self._format_requested_sizes(kinds, keys), keys
-        if not self._sharding:
-            return None
-        return (kinds.pop() if kinds else "fsdp"), ", ".join(self._sharding)
-
-    def _format_requested_sizes(self, kinds: set[str], keys: str) -> str:
-        """Return the requested sizes as the text of a layout.
-
-        Args:
-            kinds: Layouts without sizes that were requested, other than "fsdp".
-            keys: Keys that request the sizes, for error messages.
-
-        Raises:
-            ConfigError: If a sharded layout and sizes without shards are requested, or replicas and shards.
-        """
-        sizes = {axis: size for axis, (size, _) in self._sizes.items()}
-        if kinds == {"ddp"} and sizes.get("shard", 1) > 1:
-            raise ConfigError(
-                f"{' and '.join(self._sharding)} request whole models, but {keys} requests shards; keep one"
-            )
-        asks_for_shards = bool(self._sharding) and kinds != {"ddp"}
-        if asks_for_shards and not any(sizes.get(axis, 1) != 1 for axis in ("shard", "ep", "cp")):
-            raise ConfigError(
-                f"{next(iter(self._sharding))} asks for a sharded model, but with {keys} no processes are left to shard across; give "
-                "dp_shard_size, or remove FSDP"
-            )
-        return mesh.format_sizes(sizes)
-
-
-class LayoutPlugin(Protocol):
-    """Interface of plugin classes that request a layout. Their arguments are those of another library's plugins.
-
-    Attributes:
-        argument: Name of the Accelerator's argument that accepts this plugin.
-    """
-
-    argument: ClassVar[str]
-
-    def request_layout(self, request: LayoutRequest) -> None:
-        """Record in `request` the layout settings that this plugin requests."""

@@ -16,20 +16,34 @@ _JOB_END = "SLURM_JOB_END_TIME"
 
 @dataclass(frozen=True)
 class Preemption:
-    """Signals and a time limit that end a run early. By default, all ranks then save after the same step and exit with code 75.
+    """Signals and a time limit that end a run early, for `Accelerator(preemption=...)`.
+
+    By default, all ranks then save after the same step and exit with code 75. If the same command is started again,
+    `resume` continues the run. Automatic saves need a `ProjectConfiguration` with `project_dir` and
+    `automatic_checkpoint_naming=True`. Create the Accelerator in the main thread, where Python handles signals.
 
     Attributes:
-        signals: Name, or names, of the signals that end the run. They can be sent to any rank or to the launcher.
-        time_limit: Maximum duration of the run, counted from the creation of the Accelerator.
-            None: until SLURM_JOB_END_TIME if it is set, else unlimited.
+        signals: Name, or names, of the signals that end the run. They can be sent to any rank or to the launcher. Empty:
+            only the time limit applies. Default: "SIGTERM" and "SIGUSR1".
+        time_limit: Maximum duration of the run as a `timedelta`, counted from the creation of the Accelerator. None (the
+            default): until SLURM_JOB_END_TIME if it is set, else unlimited.
         reserve: Time before the end at which ranks save, at most a quarter of the time that is left at the start. Choose more
-            than one save plus one step takes.
-        exits: Whether to save and exit automatically. If False, `accelerator.preempted` becomes True on all ranks in the
-            same step, and the script must save and end the loop.
+            than one save plus one step takes. Default: 2 minutes.
+        exits: Whether to save and exit automatically. False: `accelerator.preempted` becomes True on all ranks in the same
+            step, and the script must save and end the loop. Default: True.
 
     Raises:
         ConfigError: If a name is not a signal that a process can catch, `time_limit` is not positive, or `reserve` is
             negative.
+
+    Example::
+
+        accelerator = Accelerator(
+            project_config=ProjectConfiguration("runs/first", automatic_checkpoint_naming=True),
+            preemption=Preemption(time_limit=timedelta(hours=4)),
+        )
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accelerator.resume()
     """
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from headway.common import env
 from headway.common.untrusted import shorten_repr
-from headway.core.config.foreign_words import ARGUMENTS, explain_precision
 from headway.core.config.launch import LaunchSetting
+from headway.core.config.other_library_names import ARGUMENTS, explain_precision
 from headway.errors import CallError, ConfigError
 
 Class = TypeVar("Class", bound=type)
@@ -31,17 +31,35 @@ def suggest_word(word: str, known: list[str], *, prefix: str = "") -> str:
         known: Allowed words.
         prefix: Text to put before each suggested word, such as "--". Default: "".
     """
+    suggestions = find_similar_words(word, known)
+    return f"; did you mean {' or '.join(prefix + each for each in suggestions)}?" if suggestions else ""
+
+
+def find_similar_words(word: str, known: list[str]) -> list[str]:
+    """Return the known words that a user might have meant: up to three that begin with `word`, else the most similar one.
+
+    Upper and lower case, and "-" and "_", count as equal. Words of one or two characters are not completed.
+
+    Args:
+        word: Word that the user wrote.
+        known: Allowed words.
+
+    Returns:
+        Words as they are in `known`. Empty if no known word is similar.
+    """
     from difflib import get_close_matches
 
-    normalized = word.lower().replace("-", "_")
+    def normalize(text: str) -> str:
+        return text.lower().replace("-", "_")
+
+    wanted = normalize(word)
+    known_by_form = {normalize(each): each for each in known}
     completions = []
-    if len(normalized) > 2:
-        completions = [each for each in known if each.replace("-", "_").startswith(normalized)]
-    cutoff = 0.6 if len(normalized) < 6 else 0.7  # long words share letters by chance: nosuchmodel, neucodec
-    suggestions = completions[:3] or get_close_matches(normalized, known, n=1, cutoff=cutoff)
-    if not suggestions:
-        return ""
-    return f"; did you mean {' or '.join(prefix + each for each in suggestions)}?"
+    if len(wanted) > 2:
+        completions = [each for form, each in known_by_form.items() if form.startswith(wanted)]
+    # Long words share letters by chance, such as "notamodel" and "evollamodel".
+    cutoff = 0.6 if len(wanted) < 6 else 0.75
+    return completions[:3] or [known_by_form[form] for form in get_close_matches(wanted, known_by_form, 1, cutoff)]
 
 
 def check_count(**values: object) -> None:
@@ -103,6 +121,7 @@ def report_unknown_keywords(kind: Class) -> Class:
         CallError: From the decorated class's constructor, if it gets an unknown keyword.
     """
     constructor: Callable[..., None] = vars(kind)["__init__"]
+    # The constructor's parameters come first among its local variables. `self` is left out.
     code = constructor.__code__
     known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
 
@@ -115,7 +134,7 @@ def report_unknown_keywords(kind: Class) -> Class:
                 raise CallError(f"{type(self).__name__}() has no argument {name!r}{hint}")
         constructor(self, *args, **kwargs)
 
-    type.__setattr__(kind, "__init__", initialize_checked)
+    type.__setattr__(kind, "__init__", initialize_checked)  # mypy refuses `kind.__init__ = ...`
     return kind
 
 
@@ -180,6 +199,16 @@ def check_file_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
 
 
 def _check_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
+    """Return a value after its setting's normalization.
+
+    Args:
+        setting: Description of the setting.
+        value: Value of the right type.
+        origin: Where the value was set, for messages.
+
+    Raises:
+        ConfigError: If the value is not one of the choices, out of range, or an empty text.
+    """
     is_allowed = not setting.choices or value in setting.choices
     if setting.minimum is not None:
         is_allowed = setting.minimum <= value <= setting.maximum  # False for NaN, too
@@ -196,6 +225,7 @@ def _check_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
 
 
 def _make_error(setting: LaunchSetting, value: Any, origin: str) -> ConfigError:
+    """Return the error for a wrong value of a setting. The message contains the value, its origin, and what is allowed."""
     if setting.choices:
         allowed = f"one of {', '.join(setting.choices)}"
     else:

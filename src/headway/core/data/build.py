@@ -12,8 +12,8 @@ from headway.core.data.choose_feed import FeedBuilder
 from headway.core.data.feeds.protocol import BatchFeed
 from headway.core.data.loader import LoaderEvents, PreparedLoader
 from headway.core.data.loader_checks import check_loader
+from headway.core.data.loading_rules import LoadingRules
 from headway.core.data.sampling.loader_generator import LoaderGenerator
-from headway.core.data.sampling.order import LoadingRules
 from headway.core.data.sampling.shard import ShardIndex
 from headway.core.data.stalls import find_stall_limit
 from headway.core.data.transfer import make_transfer
@@ -44,7 +44,7 @@ def prepare_loader(
         device: Device to move batches to; None to leave them on the host.
         collectives: Collectives of the ranks among which the data is split, in shard order. None if this process reads
             alone.
-        events: Callbacks of the run's loaders, and record of the passes in progress.
+        events: Functions that the run's loaders call, and record of the batches read.
         seed: Seed of the sample order, equal on all ranks.
         rng_types: Names of the RNGs to synchronize. Only "generator" has an effect: with it, the random generators in
             samplers get rank 0's state at the start of each epoch. None: none are synchronized. Default:
@@ -111,14 +111,15 @@ def _find_epoch_listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
-    """Return a loader whose next pass starts at batch `num_batches`. Later passes are complete.
+    """Return a loader whose next pass starts at batch `num_batches`, counted from 0. Later passes are complete.
 
-    The returned loader is a new object. Skipped samples of a map-style dataset are not fetched. Skipped samples of an
-    iterable dataset are read, but not collated.
+    Call it on every rank if the loader is prepared. A run that continues with `accelerator.resume` does not need it.
+    The returned loader is a new object; `dataloader` itself skips nothing. Skipped samples of a map-style dataset are
+    not fetched. Skipped samples of an iterable dataset are read, but not collated.
 
     Args:
-        dataloader: Prepared loader, or a plain DataLoader. A plain loader shuffles with torch's global RNG, as it does
-            without Headway.
+        dataloader: Prepared loader, or a plain DataLoader. A plain loader is neither split among ranks nor moved to a
+            device. It shuffles with torch's global RNG, as it does without Headway.
         num_batches: Number of this rank's batches to skip. Default: 0.
 
     Raises:

@@ -9,11 +9,12 @@ padding.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
+from headway.core.data.batch_reads import BatchReads
 from headway.core.data.feeds.protocol import BatchFeed, State
 from headway.core.data.sampling.position import NO_BATCH, Position
 from headway.core.data.sampling.shard import ShardIndex, UpdateSize
@@ -35,19 +36,26 @@ _READ_WHEN_A_PASS_BEGINS = frozenset(["collate_fn", "worker_init_fn", "timeout",
 """Names of attributes that the inner loader reads when a pass begins, so that they can be changed between passes."""
 
 
-@dataclass
-class LoaderEvents:
-    """Callbacks around each fetch, and record of the batches that were yielded to the script but not trained on yet.
-
-    A script can request a batch from one loader while it holds a batch of another. It does so in `zip(one, other)`, or
-    if it evaluates the model before it trains on the current batch. It can also collect all micro-batches of an update
-    before it trains on the first. A state saved at such a point would count these batches as trained on, and a resumed
-    run would leave them out. `can_stop` detects this.
+class LoaderOrigin(NamedTuple):
+    """Place in a loop over `accelerator.epochs()` in which a loader was prepared.
 
     Attributes:
-        active_loaders: Loaders that are being iterated, innermost last. A loader occurs once per pass in progress.
-        untrained_batches: One entry for each batch that was yielded and not trained on yet, in order: the loader that
-            yielded the batch. Training on a micro-batch clears the list.
+        epoch: Epoch in which the loader was prepared. A resumed run that prepares it again keeps the number of the first time.
+        lines: Source lines that led to `prepare`, innermost first, up to the loop over the epochs (`describe_call_path`).
+        previous_epoch: Last earlier epoch in which the same lines prepared a loader. None if there is none.
+    """
+
+    epoch: int
+    lines: str
+    previous_epoch: int | None
+
+
+@dataclass
+class LoaderEvents:
+    """Functions that the loaders of a run call around their passes and fetches, and the record of the batches read.
+
+    Attributes:
+        reads: Record of the passes in progress, and of the batches that were yielded to the script.
         before_fetch_hooks: Functions called with the loader before each batch is requested, and once before the end is
             found.
         after_fetch_hooks: Functions called with the loader when the batch is on its device, or being copied to it.
@@ -59,41 +67,13 @@ class LoaderEvents:
             checkpoints. Default: False for each dataset.
     """
 
-    active_loaders: list["PreparedLoader"] = field(default_factory=list)
-    untrained_batches: list["PreparedLoader"] = field(default_factory=list)
+    reads: "BatchReads[PreparedLoader]" = field(default_factory=BatchReads)
     before_fetch_hooks: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
     after_fetch_hooks: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
     after_pass_hooks: list[Callable[[], None]] = field(default_factory=list)
     prepare_hooks: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
     pass_wrappers: list[Callable[["PreparedLoader", Iterator[Any]], Iterator[Any]]] = field(default_factory=list)
     is_registered_for_checkpointing: Callable[[object], bool] = lambda dataset: False
-
-    def can_stop(self, loader: "PreparedLoader", max_collected: int = 1) -> bool:
-        """Whether all batches that were yielded have been trained on, so that a state saved now would leave out none.
-
-        If the script has already collected `max_collected` batches from `loader` and now requests another one, it has
-        dropped them. They are then removed from `untrained_batches`, and so are the batches that other loaders yielded
-        after the first of them.
-
-        Args:
-            loader: Loader whose next batch is requested.
-            max_collected: Maximum number of batches that the script may collect from `loader` before it trains on them.
-                Default: 1.
-        """
-        if self.untrained_batches.count(loader) >= max_collected:
-            del self.untrained_batches[self.untrained_batches.index(loader) :]
-        return not self.untrained_batches
-
-    def end_pass(self, loader: "PreparedLoader") -> None:
-        """Remove the innermost pass over `loader` from `active_loaders`, and all of its batches from `untrained_batches`.
-
-        Several passes over a loader may be in progress at once.
-        """
-        self.untrained_batches[:] = [each for each in self.untrained_batches if each is not loader]
-        for index in reversed(range(len(self.active_loaders))):
-            if self.active_loaders[index] is loader:
-                del self.active_loaders[index]
-                return
 
 
 class LazyIterator(Iterator[Any]):
@@ -116,7 +96,9 @@ class LazyIterator(Iterator[Any]):
 class PreparedLoader(DataLoader[Any]):
     """DataLoader that yields this rank's batches on its device. Created by `accelerator.prepare`.
 
-    It is an instance of DataLoader. Attributes that it lacks are read from the user's loader.
+    It is an instance of DataLoader. Attributes that it lacks are read from the user's loader. Its length is the number
+    of batches of this rank. All ranks must iterate over it together, because they get equally many batches. Each pass
+    is one epoch. After a resume, the first pass yields only the rest of the interrupted epoch.
 
     Args:
         user_loader: User's loader.
@@ -124,7 +106,7 @@ class PreparedLoader(DataLoader[Any]):
         shard: Data shard of this rank.
         device: Device of the batches; None to leave them where the loader creates them.
         transfer: Function that moves batches to the device; None if nothing is moved.
-        events: Callbacks of the run's loaders, and record of the passes in progress.
+        events: Functions that the run's loaders call, and record of the batches read.
         listeners: Objects whose `set_epoch` is called with each epoch's number.
         draws_order_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in
             `iter()`, as torch's loaders do. Default: False.
@@ -136,6 +118,7 @@ class PreparedLoader(DataLoader[Any]):
         pass_position: Current epoch, number of consumed samples, and `RankBatch` of the current batch (`rank_batch`).
             Code that runs once per batch reads this object directly, which is faster than the loader's properties.
             Loaders returned by `skip` share this object.
+        origin: Place in the loop over `accelerator.epochs()` in which the loader was prepared; None outside of such a loop.
         requested_update_size: Size of an update as set by `request_update_size`; `UpdateSize(0, 0)` if not set.
         was_len_called: Whether `len()` of this loader has been called.
         stall_limit: Seconds for which a read of the dataset may wait for remote storage; 0.0 if it never does.
@@ -162,6 +145,7 @@ class PreparedLoader(DataLoader[Any]):
         self._events = events
         self._listeners = listeners
         self.pass_position = Position()
+        self.origin: LoaderOrigin | None = None
         self.requested_update_size = UpdateSize(0, 0)
         self._draws_order_late = draws_order_late
         self._num_skipped = 0
@@ -270,7 +254,7 @@ class PreparedLoader(DataLoader[Any]):
             self.end_loaded_epoch()
 
     def _iterate_pass(self) -> Iterator[Any]:
-        """Yield the batches of a pass, and update `pass_position` and the records of `LoaderEvents` with each batch."""
+        """Yield the batches of a pass, and update `pass_position` and the run's `BatchReads` with each batch."""
         position = self.pass_position
         pass_number = position.start_pass()
         self._announce_epoch(position.epoch)
@@ -278,10 +262,11 @@ class PreparedLoader(DataLoader[Any]):
         position.num_consumed, deliveries = self._feed.start_pass(
             position.epoch, position.num_consumed, self._num_skipped
         )
-        events = self._events
+        events, reads = self._events, self._events.reads
         for wrap_pass in events.pass_wrappers:
             deliveries = wrap_pass(self, deliveries)
-        events.active_loaders.append(self)
+        reads.begin_pass(self)
+        is_left = True
         try:
             for hook in events.before_fetch_hooks:
                 hook(self)
@@ -291,23 +276,26 @@ class PreparedLoader(DataLoader[Any]):
                 position.rank_batch = rank_batch
                 position.num_consumed_before = position.num_consumed
                 position.num_consumed += rank_batch.num_samples
-                events.untrained_batches.append(self)
+                reads.untrained_batches.append(self)
+                reads.untrained_samples.append(rank_batch.num_samples)
                 for hook in events.after_fetch_hooks:
                     hook(self)
                 yield batch
                 if position.is_stopped:
+                    is_left = False
                     return
                 for hook in events.before_fetch_hooks:
                     hook(self)
             if not position.num_consumed and not self._num_skipped:
                 log.warning_once(_EMPTY, type(self.dataset).__name__)
             position.end_epoch()
+            is_left = False
         except GeneratorExit as generator_exit:
             position.record_exit(pass_number, generator_exit.__context__)
             raise
         finally:
             self._num_skipped = 0
-            events.end_pass(self)
+            reads.end_pass(self, is_left)
             for end_hook in events.after_pass_hooks:
                 end_hook()
 
@@ -485,8 +473,15 @@ class PreparedLoader(DataLoader[Any]):
     def seed(self, value: int) -> None:
         self._feed.seed = value
 
+    @property
+    def depends_on_epoch_number(self) -> bool:
+        """Whether the order or the random numbers of a pass are computed from this loader's seed, or from its epoch number."""
+        order = getattr(self._feed, "order", None)
+        is_order_computed = getattr(order, "is_shuffled", False) or getattr(order, "is_seedable", False)
+        return bool(is_order_computed or self._listeners)
+
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass. Also call `set_epoch` of the user's samplers and dataset if they have it.
+        """Set the epoch of the next pass. Also call `set_epoch` of the samplers and datasets that have this method.
 
         A loaded position is discarded if it belongs to another epoch.
 
@@ -500,6 +495,7 @@ class PreparedLoader(DataLoader[Any]):
         self._announce_epoch(epoch)
 
     def _announce_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the samplers and datasets that have this method."""
         for listener in self._listeners:
             listener.set_epoch(epoch)
 

@@ -26,15 +26,25 @@ def check_loader(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderC
         is_shared: Whether several processes read the data, even if all of them read one shard.
 
     Raises:
-        DataError: If the loader overrides `__iter__`, shuffles a dataset that has an order of its own, or is already
-            split by rank. Also if `split_batches` cannot divide its batches by the number of shards.
+        DataError: If the loader's class overrides `__iter__`, or changes the iterator in `_get_iterator` (torchdata's own
+            classes may). If the loader shuffles a dataset that has an order of its own. If the sampler is already split by
+            rank, or, with several processes, the dataset is. With `split_batches`, if the loader makes no batches, or the
+            batch size is not divisible by the number of shards.
     """
     loader_class = type(loader)
-    if loader_class.__iter__ is not DataLoader.__iter__ and not loader_class.__module__.startswith("torchdata."):
-        raise DataError(
-            f"{loader_class.__name__} overrides DataLoader.__iter__, which Headway replaces to divide the data among ranks; "
-            "move its code into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
-        )
+    # torchdata's stateful loaders override both methods. Headway rebuilds such a loader as its own class, which keeps them.
+    if not loader_class.__module__.startswith("torchdata."):
+        if loader_class.__iter__ is not DataLoader.__iter__:
+            raise DataError(
+                f"{loader_class.__name__} overrides DataLoader.__iter__, which Headway replaces to divide the data among ranks; "
+                "move its code into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
+            )
+        if _has_own_iterator(loader):
+            raise DataError(
+                f"{loader_class.__name__} overrides DataLoader._get_iterator to change the batches, and Headway replaces this method "
+                "to divide the data among ranks; for a loader of torch_geometric, pass filter_per_worker=True. In a class of your "
+                "own, move the code into the dataset, the collate_fn or the batch_sampler"
+            )
     # A custom batch sampler has its own sampler, and `loader.sampler` is then a placeholder.
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
@@ -54,6 +64,43 @@ def check_loader(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderC
         _check_unsplit(loader.dataset)
     if shard.count > 1 and config.split_batches:
         _check_divisible(loader, shard.count)
+
+
+class _PlainIterator(DataLoader[Any]):
+    """Base class whose `_get_iterator` returns `plain_iterator` instead of creating DataLoader's iterator.
+
+    `_has_own_iterator` puts it behind a user's class, so that `super()._get_iterator()` reads no data and starts no worker.
+
+    Attributes:
+        plain_iterator: Iterator that `_get_iterator` returns.
+    """
+
+    plain_iterator: Any
+
+    def _get_iterator(self) -> Any:
+        return self.plain_iterator
+
+
+def _has_own_iterator(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's class replaces or wraps the iterator that DataLoader makes.
+
+    An override alone proves nothing: torch_geometric's loaders always override `_get_iterator`, but wrap the iterator only
+    with `filter_per_worker=False`. So the override is called on a copy of the loader in which `super()` leads to
+    `_PlainIterator`.
+    """
+    loader_class = type(loader)
+    classes = loader_class.__mro__[: loader_class.__mro__.index(DataLoader)]
+    if not any("_get_iterator" in vars(each) for each in classes):
+        return False
+    probe_class: Any = type(loader_class.__name__, (loader_class, _PlainIterator), {})
+    probe = object.__new__(
+        probe_class
+    )  # a copy of the loader without DataLoader.__init__, whose checks it does not need
+    probe.__dict__.update(vars(loader), plain_iterator=iter(()))
+    try:
+        return probe._get_iterator() is not probe.plain_iterator
+    except Exception:  # the override used something that only an iterator made by DataLoader has
+        return True
 
 
 def _check_unsplit(dataset: Any) -> None:

@@ -115,6 +115,7 @@ DeviceTransfer = BlockingTransfer | SideStreamTransfer
 
 
 def _is_plain_cpu_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a dense CPU tensor and of no subclass, so that it can be copied through pinned memory."""
     return type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.layout is torch.strided
 
 

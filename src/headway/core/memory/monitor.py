@@ -46,132 +46,6 @@ class PeakMeter(Protocol):
         return  # by default there is nothing to stop
 
 
-class _PeakReaders(weakref.WeakSet["PeakReader"]):
-    """Registry of all `PeakReader` objects of this process, as weak references."""
-
-
-class PeakReader(PeakMeter):
-    """Meter of one device's peak memory use since the meter's last reset, as counted by torch's allocator.
-
-    A reset clears the allocator's counter for all readers, so the peak so far is first recorded for the other readers.
-    A call to `torch.cuda.reset_peak_memory_stats()` by the script is not noticed. Afterwards, a reader knows only its
-    recorded peak and the memory use since that call.
-
-    Args:
-        hardware: Device type.
-        device: The device. Without an index, the current one.
-    """
-
-    source = "torch's allocator"
-
-    def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._read_max_allocated, self._reset_peak_stats = map(
-            hardware.find_memory_function, ("max_memory_allocated", "reset_peak_memory_stats")
-        )
-        if device.index is None and (current := hardware.find_function("current_device")) is not None:
-            device = torch.device(device.type, current())
-        self._device = device
-        self._recorded_peak = 0
-        scope.get_or_create(_PeakReaders).add(self)
-
-    def read_peak(self) -> int:
-        """Return the highest number of bytes that tensors used since the last reset."""
-        return max(
-            self._recorded_peak, 0 if self._read_max_allocated is None else int(self._read_max_allocated(self._device))
-        )
-
-    def reset(self) -> None:
-        """Start a new measurement, after recording the peak for the other readers of this device."""
-        other_readers = [
-            each for each in scope.get_or_create(_PeakReaders) if each is not self and each._device == self._device
-        ]
-        if other_readers and self._read_max_allocated is not None:
-            peak = int(self._read_max_allocated(self._device))
-            for reader in other_readers:
-                reader._recorded_peak = max(reader._recorded_peak, peak)
-        if self._reset_peak_stats is not None:
-            self._reset_peak_stats(self._device)
-        self._recorded_peak = 0
-
-
-class KernelMeter(PeakMeter):
-    """Peak resident memory of this process, as counted by the Linux kernel."""
-
-    source = "the kernel's count of resident memory"
-
-    def read_peak(self) -> int:
-        """Return the process's peak resident memory in bytes."""
-        return read_host_peak()
-
-    def reset(self) -> None:
-        """Reset the kernel's peak counter.
-
-        Writing 5 to clear_refs resets only this counter (see proc_pid_clear_refs(5)).
-
-        Raises:
-            OSError: If the file is missing or not writable, as on other systems and in some sandboxes.
-        """
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-
-
-class SampledMeter(PeakMeter):
-    """Peak resident memory of this process, sampled by a thread, for systems without a peak counter.
-
-    Peaks shorter than the interval are missed.
-
-    Args:
-        interval: Seconds between two samples. Default: 0.005.
-    """
-
-    source = "samples of resident memory"
-
-    def __init__(self, interval: float = 0.005) -> None:
-        self._process = psutil.Process()
-        self._highest = self._read_resident()
-        self._should_stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._sample_until_stopped, args=(interval,), name="headway-memory", daemon=True
-        )
-        self._thread.start()
-
-    def _read_resident(self) -> int:
-        return int(self._process.memory_info().rss)
-
-    def _sample_until_stopped(self, interval: float) -> None:
-        while not self._should_stop.wait(interval):
-            self._highest = max(self._highest, self._read_resident())
-
-    def read_peak(self) -> int:
-        """Return the highest resident memory that was sampled since the last reset, in bytes."""
-        return max(self._highest, self._read_resident())
-
-    def reset(self) -> None:
-        """Start a new measurement. The peak is then the current memory use."""
-        self._highest = self._read_resident()
-
-    def close(self) -> None:
-        """Stop the sampling thread."""
-        self._should_stop.set()
-        self._thread.join()
-
-
-def choose_meter(device: torch.device) -> PeakMeter:
-    """Create the most accurate meter of peak memory that works for a device on this system.
-
-    For a device whose allocator counts no peak, this process's resident memory on the host is sampled.
-    """
-    if device.type != "cpu":
-        hardware = HARDWARE[device.type]
-        return PeakReader(hardware, device) if hardware.find_memory_function("max_memory_allocated") else SampledMeter()
-    meter = KernelMeter()
-    try:
-        meter.reset()
-    except OSError:  # another system, or a sandbox that hides the file
-        return SampledMeter()
-    return meter
-
-
 class MemoryMonitor:
     """Context manager that measures peak memory per training phase, and per phase that you name.
 
@@ -185,15 +59,23 @@ class MemoryMonitor:
     an accumulation window to the end of the optimizer's step). Prepared objects mark these phases. Without prepared
     objects everything counts as "forward". An out-of-memory error that leaves the block gets a memory report as a note.
 
+    Enter it on the ranks that should be measured; ranks do not communicate. It can be entered again, which resets the
+    peaks. Several monitors may be active at once. Do not call torch's `reset_peak_memory_stats` in the block.
+
     Args:
-        device: Device to measure. Default: the one that this process computes on.
+        device: Device to measure. None (the default): the one that this process computes on. "cpu": the host.
         by_phase: Whether to split the peak by training phases. False: only by phases that you name, at no cost to the
-            training step.
+            training step. Default: True.
 
     Attributes:
         peaks: Peak use in bytes by phase, since the block was last entered. On a device, the memory of tensors; on the
             host, resident memory.
         source: Origin of the numbers: the device's allocator, the kernel, or samples. "" before the block is entered.
+
+    Raises:
+        ConfigError: On entering the block, if the device's memory cannot be measured.
+        DeviceUnavailable: On entering the block, if this machine does not have the device.
+        StateError: If the monitor is entered while it is already measuring.
     """
 
     def __init__(self, device: torch.device | str | None = None, by_phase: bool = True) -> None:
@@ -201,9 +83,9 @@ class MemoryMonitor:
         self._by_phase = by_phase
         self.peaks: dict[str, int] = {}
         self.source = ""
-        self._phase = "forward"
-        self._meter: PeakMeter | None = None
-        self._stack = ExitStack()
+        self._phase = "forward"  # phase in progress
+        self._meter: PeakMeter | None = None  # None while this monitor does not measure
+        self._stack = ExitStack()  # what must be undone when the block ends
 
     def __enter__(self) -> "MemoryMonitor":
         """Start measuring.
@@ -265,7 +147,10 @@ class MemoryMonitor:
     def phase(self, name: str) -> Iterator[None]:
         """Return a context that is measured as a separate phase, such as "evaluation".
 
-        Training phases inside it are still counted separately.
+        Training phases inside it are still counted separately. Several blocks of one name count as one phase.
+
+        Args:
+            name: Name of the phase, which becomes a key of `peaks`.
 
         Raises:
             StateError: If this monitor is not measuring.
@@ -287,9 +172,10 @@ class MemoryMonitor:
         return max(self.peaks.values(), default=0)
 
     def summary(self) -> dict[str, float]:
-        """Return the measured bytes by name, for a tracker.
+        """Return this process's measured bytes by name, for example for `accelerator.log`.
 
-        The names are memory/used, memory/reserved, memory/peak and memory/peak_<phase>.
+        The names are memory/used and memory/reserved (at this moment), memory/peak and memory/peak_<phase> (in the
+        block). Call it inside the block or after it.
         """
         highest, now = self.peak, memory_use(self.device)
         values = {"memory/used": float(now.used), "memory/reserved": float(now.reserved), "memory/peak": float(highest)}
@@ -312,3 +198,130 @@ class _ActiveMonitors(list[MemoryMonitor]):
     If one monitor resets the device's counter, it is reset for all monitors. So each reading is recorded in all of
     them.
     """
+
+
+def choose_meter(device: torch.device) -> PeakMeter:
+    """Create the most accurate meter of peak memory that works for a device on this system.
+
+    For a device whose allocator counts no peak, this process's resident memory on the host is sampled.
+    """
+    if device.type != "cpu":
+        hardware = HARDWARE[device.type]
+        return PeakReader(hardware, device) if hardware.find_memory_function("max_memory_allocated") else SampledMeter()
+    meter = KernelMeter()
+    try:
+        meter.reset()
+    except OSError:  # another system, or a sandbox that hides the file
+        return SampledMeter()
+    return meter
+
+
+class PeakReader(PeakMeter):
+    """Meter of one device's peak memory use since the meter's last reset, as counted by torch's allocator.
+
+    A reset clears the allocator's counter for all readers, so the peak so far is first recorded for the other readers.
+    A call to `torch.cuda.reset_peak_memory_stats()` by the script is not noticed. Afterwards, a reader knows only its
+    recorded peak and the memory use since that call.
+
+    Args:
+        hardware: Device type.
+        device: The device. Without an index, the current one.
+    """
+
+    source = "torch's allocator"
+
+    def __init__(self, hardware: Hardware, device: torch.device) -> None:
+        self._read_max_allocated, self._reset_peak_stats = map(
+            hardware.find_memory_function, ("max_memory_allocated", "reset_peak_memory_stats")
+        )
+        if device.index is None and (current := hardware.find_function("current_device")) is not None:
+            device = torch.device(device.type, current())
+        self._device = device
+        self._recorded_peak = 0
+        scope.get_or_create(_PeakReaders).add(self)
+
+    def read_peak(self) -> int:
+        """Return the highest number of bytes that tensors used since the last reset."""
+        return max(
+            self._recorded_peak, 0 if self._read_max_allocated is None else int(self._read_max_allocated(self._device))
+        )
+
+    def reset(self) -> None:
+        """Start a new measurement, after recording the peak for the other readers of this device."""
+        other_readers = [
+            each for each in scope.get_or_create(_PeakReaders) if each is not self and each._device == self._device
+        ]
+        if other_readers and self._read_max_allocated is not None:
+            peak = int(self._read_max_allocated(self._device))
+            for reader in other_readers:
+                reader._recorded_peak = max(reader._recorded_peak, peak)
+        if self._reset_peak_stats is not None:
+            self._reset_peak_stats(self._device)
+        self._recorded_peak = 0
+
+
+class _PeakReaders(weakref.WeakSet["PeakReader"]):
+    """Registry of all `PeakReader` objects of this process, as weak references."""
+
+
+class KernelMeter(PeakMeter):
+    """Peak resident memory of this process, as counted by the Linux kernel."""
+
+    source = "the kernel's count of resident memory"
+
+    def read_peak(self) -> int:
+        """Return the process's peak resident memory in bytes."""
+        return read_host_peak()
+
+    def reset(self) -> None:
+        """Reset the kernel's peak counter.
+
+        Writing 5 to clear_refs resets only this counter (see proc_pid_clear_refs(5)).
+
+        Raises:
+            OSError: If the file is missing or not writable, as on other systems and in some sandboxes.
+        """
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+
+class SampledMeter(PeakMeter):
+    """Peak resident memory of this process, sampled by a thread, for systems without a peak counter.
+
+    Peaks shorter than the interval are missed.
+
+    Args:
+        interval: Seconds between two samples. Default: 0.005.
+    """
+
+    source = "samples of resident memory"
+
+    def __init__(self, interval: float = 0.005) -> None:
+        self._process = psutil.Process()
+        self._highest_resident = self._read_resident()
+        self._should_stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._sample_until_stopped, args=(interval,), name="headway-memory", daemon=True
+        )
+        self._thread.start()
+
+    def _read_resident(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def _sample_until_stopped(self, interval: float) -> None:
+        """Record the highest resident memory, as a thread that reads it every `interval` seconds until it is stopped."""
+        while not self._should_stop.wait(interval):
+            self._highest_resident = max(self._highest_resident, self._read_resident())
+
+    def read_peak(self) -> int:
+        """Return the highest resident memory that was sampled since the last reset, in bytes."""
+        return max(self._highest_resident, self._read_resident())
+
+    def reset(self) -> None:
+        """Start a new measurement. The peak is then the current memory use."""
+        self._highest_resident = self._read_resident()
+
+    def close(self) -> None:
+        """Stop the sampling thread."""
+        self._should_stop.set()
+        self._thread.join()

@@ -25,17 +25,6 @@ from headway.core.runtime.device import HARDWARE, Hardware
 _FULL_DEVICE_BYTES = 128 << 20
 """Free memory below which a device counts as full: a library's handle, workspace and kernels take up to this much."""
 
-# Messages that may have other causes. They count only if a device is short of memory.
-_AMBIGUOUS_PATTERNS = (
-    # ATen's convolutions through cuDNN 8 and 9, with torch.backends.cudnn.benchmark (FIND) and without (GET).
-    r"\b(?:FIND|GET) was unable to find an engine to execute this computation",
-    r"rror: (?:CU|HIP)BLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cu|hip)blas\w*Create",
-    r"\bcuDNN error: CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
-    r"\bcusolver error: CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create",
-    r"\bcuFFT error: CUFFT_INTERNAL_ERROR\b",
-    r"\bCUDA error: insufficient resources when calling `cusparse",
-    r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b",
-)
 _RESERVE_BYTES = 8 << 20  # enough for a memory report and the modules that create it
 
 # Each pattern is part of a message that an allocator or library writes. Many patterns match only at the start of a
@@ -70,71 +59,20 @@ _PATTERNS = (
     r"^(?:[\w.]+: )?std::bad_alloc\b",
 )
 
-
-class _CountedErrors(dict[torch.device, int]):
-    """Number of out-of-memory errors per device when memory was last freed.
-
-    If a device's allocator now reports a higher number, memory has run out since.
-    """
-
-
-def note_freed_memory() -> None:
-    """Record that memory has been freed, so that earlier out-of-memory errors no longer indicate a shortage."""
-    counted = scope.get_or_create(_CountedErrors)
-    for hardware, device in _list_devices_in_use():
-        counted[device] = _count_device_ooms(hardware, device)
+# Messages that may have other causes. They count only if a device is short of memory.
+_AMBIGUOUS_PATTERNS = (
+    # ATen's convolutions through cuDNN 8 and 9, with torch.backends.cudnn.benchmark (FIND) and without (GET).
+    r"\b(?:FIND|GET) was unable to find an engine to execute this computation",
+    r"rror: (?:CU|HIP)BLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cu|hip)blas\w*Create",
+    r"\bcuDNN error: CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
+    r"\bcusolver error: CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create",
+    r"\bcuFFT error: CUFFT_INTERNAL_ERROR\b",
+    r"\bCUDA error: insufficient resources when calling `cusparse",
+    r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b",
+)
 
 
-def _is_short_of_memory(hardware: Hardware, device: torch.device) -> bool:
-    """Whether the allocator has run out since memory was last freed, or the driver has almost no memory left."""
-    try:
-        num_ooms = _count_device_ooms(hardware, device)
-        num_ooms_before = scope.get_or_create(_CountedErrors).get(device, 0)
-        # A lower number other than 0: a script has reset the allocator's counters, and memory has run out since.
-        if num_ooms > num_ooms_before or 0 < num_ooms < num_ooms_before:
-            return True
-        free, _ = read_device_memory(hardware, device)
-        return free < _FULL_DEVICE_BYTES
-    except RuntimeError:  # after a failed assertion on the device, all queries fail
-        return False
-
-
-def _count_device_ooms(hardware: Hardware, device: torch.device) -> int:
-    """Return the allocator's count of its out-of-memory errors on a device. 0 if it counts none."""
-    read_stats = hardware.find_memory_function("memory_stats")
-    return 0 if read_stats is None else int(read_stats(device).get("num_ooms", 0))
-
-
-def _list_devices_in_use() -> Iterator[tuple[Hardware, torch.device]]:
-    """Yield the devices on which this process holds memory, and whose allocator and driver report their memory."""
-    for hardware in HARDWARE.values():
-        read_reserved = hardware.find_memory_function("memory_reserved")
-        can_read_free = hardware.find_memory_function("mem_get_info") is not None
-        if hardware.kind == "cpu" or not hardware.is_available() or read_reserved is None or not can_read_free:
-            continue
-        for index in range(hardware.count_devices()):
-            device = torch.device(hardware.kind, index)
-            if read_reserved(device):
-                yield hardware, device
-
-
-class EmergencyReserve:
-    """Reserved address space that is freed when memory has run out, so that a memory report can be written.
-
-    The pages of the reserve are never written, so they take no physical memory. The reserve is useful only if the
-    address space is limited (`ulimit -v`).
-    """
-
-    def __init__(self) -> None:
-        self._pages: bytearray | None = None
-
-    def allocate_reserve(self) -> None:
-        """Allocate the reserve."""
-        self._pages = self._pages or bytearray(_RESERVE_BYTES)
-
-    def release(self) -> None:
-        """Free the reserve, so that its address space can be used."""
-        self._pages = None
+# ---------------------------------------------------------------- recognizing errors
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -147,23 +85,39 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Causes and contexts count, too (`raise ... from None` cuts them off), and so do errors raised by a backend of
     torch.compile. An exception group counts if every error in it does. KeyboardInterrupt and SystemExit never count.
+
+    Args:
+        error: Exception that was caught.
+
+    Example::
+
+        try:
+            train(batch_size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_memory(error)
+            batch_size //= 2
     """
     return _is_out_of_memory(error, set())
 
 
 def _is_out_of_memory(error: BaseException, seen: set[int]) -> bool:
-    """Implement `is_out_of_memory`.
+    """Whether an error was caused by a lack of memory, according to its class, its message, or its causes.
+
+    A group of errors counts only if all of its members do.
 
     Args:
         error: Error to examine.
-        seen: IDs of the errors that have been examined, because causes can form a cycle. Each call adds to it.
+        seen: IDs of the errors on the way to this one, because causes can form a cycle. Each call adds to it.
     """
     if id(error) in seen:
         return False
     seen.add(id(error))
     members = _list_members(error)
     if members:
-        return all(_is_out_of_memory(member, seen) for member in members)
+        # Each member has its own copy, because several members can have one cause.
+        return all(_is_out_of_memory(member, seen.copy()) for member in members)
     if not isinstance(error, Exception):
         return False
     if _is_memory_error(error):
@@ -210,6 +164,69 @@ def _get_inner_error(error: BaseException) -> BaseException | None:
     return inner if isinstance(inner, BaseException) else None
 
 
+def _is_short_of_memory(hardware: Hardware, device: torch.device) -> bool:
+    """Whether the allocator has run out since memory was last freed, or the driver has almost no memory left."""
+    try:
+        num_ooms = _count_device_ooms(hardware, device)
+        num_ooms_before = scope.get_or_create(_CountedErrors).get(device, 0)
+        # A lower number other than 0: a script has reset the allocator's counters, and memory has run out since.
+        if num_ooms > num_ooms_before or 0 < num_ooms < num_ooms_before:
+            return True
+        free, _ = read_device_memory(hardware, device)
+        return free < _FULL_DEVICE_BYTES
+    except RuntimeError:  # after a failed assertion on the device, all queries fail
+        return False
+
+
+def _count_device_ooms(hardware: Hardware, device: torch.device) -> int:
+    """Return the allocator's count of its out-of-memory errors on a device. 0 if it counts none."""
+    read_stats = hardware.find_memory_function("memory_stats")
+    return 0 if read_stats is None else int(read_stats(device).get("num_ooms", 0))
+
+
+def _list_devices_in_use() -> Iterator[tuple[Hardware, torch.device]]:
+    """Yield the devices on which this process holds memory, and whose allocator and driver report their memory."""
+    for hardware in HARDWARE.values():
+        read_reserved = hardware.find_memory_function("memory_reserved")
+        can_read_free = hardware.find_memory_function("mem_get_info") is not None
+        if hardware.kind == "cpu" or not hardware.is_available() or read_reserved is None or not can_read_free:
+            continue
+        for index in range(hardware.count_devices()):
+            device = torch.device(hardware.kind, index)
+            if read_reserved(device):
+                yield hardware, device
+
+
+# ---------------------------------------------------------------- freeing memory
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collect garbage, empty the devices' caches, and return one None per object, to assign to the caller's names.
+
+    It affects this process only. An Accelerator also refers to its prepared objects, so use its method `free_memory`
+    for these.
+
+    Args:
+        objects: Objects that the caller no longer needs. Their memory is freed only when the caller's names no longer
+            refer to them, so assign the result and call `release_memory()` again. An exception loses its traceback, and
+            so the frames that it keeps alive.
+
+    Returns:
+        A list with one None per object, even for one object.
+
+    Example::
+
+        model, optimizer = release_memory(model, optimizer)
+    """
+    for each in objects:
+        if isinstance(each, BaseException):
+            drop_frames(each)
+    result = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return result
+
+
 def free_memory_of_failure(error: BaseException) -> None:
     """Free the memory of a failed attempt: drop its frames, collect garbage and empty the devices' caches.
 
@@ -246,31 +263,10 @@ def _iterate_related(error: BaseException) -> Iterator[BaseException]:
         pending += [other for other in related if other is not None]
 
 
-def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage, empty the devices' caches, and return one None per object, to assign to the caller's names.
-
-    Example::
-
-        model, optimizer = release_memory(model, optimizer)
-
-    Args:
-        objects: Objects that the caller no longer needs. Their memory is freed only when the caller's names no longer
-            refer to them. An exception loses its traceback, and so the frames that it keeps alive.
-
-    Returns:
-        A list with one None per object.
-    """
-    for each in objects:
-        if isinstance(each, BaseException):
-            drop_frames(each)
-    result = [None] * len(objects)
-    del objects
-    clear_device_cache(garbage_collection=True)
-    return result
-
-
 def clear_device_cache(garbage_collection: bool = False) -> None:
     """Release unused memory: the devices' caches to the driver, and free heap pages to the operating system.
+
+    It affects all visible devices, in this process only. Memory of tensors that still exist is not released.
 
     Args:
         garbage_collection: Whether to collect reference cycles first, which can keep tensors alive. Default: False.
@@ -284,6 +280,20 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         _malloc_trim(0)
 
 
+def note_freed_memory() -> None:
+    """Record that memory has been freed, so that earlier out-of-memory errors no longer indicate a shortage."""
+    counted = scope.get_or_create(_CountedErrors)
+    for hardware, device in _list_devices_in_use():
+        counted[device] = _count_device_ooms(hardware, device)
+
+
+class _CountedErrors(dict[torch.device, int]):
+    """Number of out-of-memory errors per device when memory was last freed.
+
+    If a device's allocator now reports a higher number, memory has run out since.
+    """
+
+
 def _find_malloc_trim() -> Any:
     """Return glibc's malloc_trim, or None on other systems. Without it, the heap keeps the memory of freed tensors."""
     if not sys.platform.startswith("linux"):
@@ -292,3 +302,25 @@ def _find_malloc_trim() -> Any:
 
 
 _malloc_trim = _find_malloc_trim()
+
+
+# ---------------------------------------------------------------- memory for reports
+
+
+class EmergencyReserve:
+    """Reserved address space that is freed when memory has run out, so that a memory report can be written.
+
+    The pages of the reserve are never written, so they take no physical memory. The reserve is useful only if the
+    address space is limited (`ulimit -v`).
+    """
+
+    def __init__(self) -> None:
+        self._pages: bytearray | None = None
+
+    def allocate_reserve(self) -> None:
+        """Allocate the reserve."""
+        self._pages = self._pages or bytearray(_RESERVE_BYTES)
+
+    def release(self) -> None:
+        """Free the reserve, so that its address space can be used."""
+        self._pages = None

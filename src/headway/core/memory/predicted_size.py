@@ -7,7 +7,10 @@ _FIRST_SIZE = 2
 """First size to probe. Some layers, such as BatchNorm, cannot train on one sample."""
 
 _MAX_GROWTH = 16
-"""Maximum factor from one size to the next. If a larger size is predicted, a size in between is tried first."""
+"""Maximum factor from one size to the next, unless no allowed size is in between.
+
+If a larger size is predicted, a size in between is tried first.
+"""
 
 _MIN_TOLERANCE = 1 / 32
 """Fraction by which the result may be below the largest size that fits. Repeated measurements at one size differ by
@@ -49,7 +52,10 @@ class PredictedSize:
 
     @property
     def is_done(self) -> bool:
-        """Whether the next larger size is known or predicted not to fit, is not allowed, or is within the tolerance."""
+        """Whether the search has ended.
+
+        It has if each allowed size above `best_size` is known or predicted not to fit, or is within the tolerance.
+        """
         return self._is_within_tolerance or self._best_index + 1 >= self._failed_index
 
     def move_to(self, size: int) -> None:
@@ -73,7 +79,8 @@ class PredictedSize:
         if not self.is_done:
             self._index = self._choose_index(predicted)
         self._is_first_report = False
-        self.size = 0 if self.is_done and self._best_index < 0 else self._sizes[self._index]
+        fits_no_size = self.is_done and self._best_index < 0
+        self.size = 0 if fits_no_size else self._sizes[self._index]
 
     def _choose_index(self, predicted: int | None) -> int:
         """Return the index of the next size to try. If it would be hardly larger than the best size, end the search.
@@ -87,7 +94,8 @@ class PredictedSize:
             return min(bisect_left(self._sizes, 2 * self.best_size), self._failed_index - 1)
         target = self._sizes[-1]
         if predicted is not None:
-            target = min(predicted, target, _MAX_GROWTH * self.best_size)
+            next_size = self._sizes[self._best_index + 1]
+            target = min(predicted, target, max(_MAX_GROWTH * self.best_size, next_size))
         if self._failed_index < len(self._sizes) and target >= self._sizes[self._failed_index]:
             # The prediction was too large, mostly by a little: go down in steps that double, at most to the middle.
             failed = self._sizes[self._failed_index]

@@ -29,9 +29,10 @@ def read_occupied_gpu_memory() -> int | None:
 
 
 def print_gpu_utilization() -> None:
-    """Print the memory that all processes hold on all GPUs of this machine.
+    """Print the memory that all processes hold on all GPUs of this machine, in MiB.
 
-    Without a GPU, print this process's host memory. Only the main process prints.
+    If NVML cannot be read (package nvidia-ml-py), only the GPUs that are visible to this process are counted. Without a
+    GPU, print this process's host memory. Only the main process prints; no rank waits.
     """
     if not process.current().is_main_process:
         return
@@ -45,7 +46,9 @@ def print_gpu_utilization() -> None:
 
 
 def print_summary(result: Any) -> None:
-    """Print time, speed and memory of a finished training run. Only the main process prints.
+    """Print time in seconds, samples per second, and memory of a finished training run. Only the main process prints.
+
+    The memory is that of this moment, as from `print_gpu_utilization`.
 
     Args:
         result: Object with `metrics` (such as the result of a trainer's train()), or the metrics: a dict that contains
@@ -53,6 +56,10 @@ def print_summary(result: Any) -> None:
 
     Raises:
         ConfigError: If these metrics are missing.
+
+    Example::
+
+        print_summary(trainer.train())
     """
     metrics = getattr(result, "metrics", result)
     needed = ("train_runtime", "train_samples_per_second")

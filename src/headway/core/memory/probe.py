@@ -21,6 +21,59 @@ The first update creates the optimizer state. The second update therefore has th
 """
 
 
+class BatchProbe:
+    """Probe that runs a function at trial batch sizes, and predicts the largest one that fits in this rank's memory."""
+
+    def __init__(self) -> None:
+        # By device name: the measured peaks, and the smallest number of bytes that was available to a probe.
+        self._curves: dict[str, RowCurve] = {}
+        self._available_bytes: dict[str, int] = {}
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """Return a function that calls `function`, stops it after `NUM_UPDATES` updates, and records its peak memory.
+
+        If torch optimizers make fewer updates, the function runs to its end.
+
+        Args:
+            function: Function whose first parameter is the batch size.
+        """
+
+        def run_probe(size: int, *args: Any, **kwargs: Any) -> None:
+            meters = dict(_start_meters())
+            hook = register_optimizer_step_post_hook(_UpdateCounter())
+            try:
+                function(size, *args, **kwargs)
+                self._record_peaks(size, meters)
+            except ProbeFinished as finished:
+                self._record_peaks(size, meters)  # while the function's objects still exist
+                drop_frames(finished)
+            finally:
+                hook.remove()
+
+        return run_probe
+
+    def predict_largest(self) -> int | None:
+        """Return the largest batch size that is predicted to fit on all devices of this rank.
+
+        Return None if no device is measured.
+        """
+        predictions = [curve.predict_largest(self._available_bytes[name]) for name, curve in self._curves.items()]
+        return min((each for each in predictions if each is not None), default=None)
+
+    def _record_peaks(self, size: int, meters: "dict[str, _DeviceMeter | _HostMeter]") -> None:
+        """Record the peak of each device that the probe has used, and the memory that was available to it.
+
+        Args:
+            size: Batch size of the probe.
+            meters: Meters by device name, started before the probe.
+        """
+        for name, meter in (meters | dict(_find_new_devices(meters))).items():
+            peak = meter.read_peak(size)
+            if peak.allocated > 0:
+                self._curves.setdefault(name, RowCurve()).record_peak(peak)
+                self._available_bytes[name] = min(meter.read_available(), self._available_bytes.get(name, 1 << 62))
+
+
 class ProbeFinished(BaseException):
     """Raised in an optimizer's step to leave the caller's function after a probe's last update.
 
@@ -71,6 +124,7 @@ class _DeviceMeter:
         return read_free_bytes(self.hardware, self.device) + self._read_reserved() - self.base
 
     def _read_reserved(self) -> int:
+        """Return the bytes that torch's allocator has reserved on the device, or 0 if torch does not count them."""
         read = self.hardware.find_memory_function("memory_reserved")
         return 0 if read is None else int(read(self.device))
 
@@ -84,8 +138,8 @@ class _HostMeter:
     def __init__(self) -> None:
         self._peak = KernelMeter()
         self._peak.reset()
-        self._resident, self._mapped = read_host_memory()
-        self._available = read_free_address_space() or 0
+        self._start_resident, self._start_mapped = read_host_memory()
+        self._available_bytes = read_free_address_space() or 0
 
     def read_peak(self, rows: int) -> RowPeak:
         """Return the address space that the probe has used, as a `RowPeak`.
@@ -95,66 +149,14 @@ class _HostMeter:
         with rows.
         """
         resident, mapped = read_host_memory()
-        allocated = max(0, self._peak.read_peak() - self._resident)
-        unused = max(0, (mapped - self._mapped) - (resident - self._resident))
-        return RowPeak(rows, allocated + unused, allocated + unused)
+        allocated = max(0, self._peak.read_peak() - self._start_resident)
+        unused = max(0, (mapped - self._start_mapped) - (resident - self._start_resident))
+        num_bytes = allocated + unused
+        return RowPeak(rows, allocated=num_bytes, reserved=num_bytes)  # equal: no fragmentation
 
     def read_available(self) -> int:
         """Return the bytes of address space that were free before the probe."""
-        return self._available
-
-
-class BatchProbe:
-    """Probe that runs a function at trial batch sizes, and predicts the largest one that fits in this rank's memory."""
-
-    def __init__(self) -> None:
-        # By device name: the measured peaks, and the smallest number of bytes that was available to a probe.
-        self._curves: dict[str, RowCurve] = {}
-        self._available: dict[str, int] = {}
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """Return a function that calls `function`, stops it after `NUM_UPDATES` updates, and records its peak memory.
-
-        If torch optimizers make fewer updates, the function runs to its end.
-
-        Args:
-            function: Function whose first parameter is the batch size.
-        """
-
-        def run_probe(size: int, *args: Any, **kwargs: Any) -> None:
-            meters = dict(_start_meters())
-            hook = register_optimizer_step_post_hook(_UpdateCounter())
-            try:
-                function(size, *args, **kwargs)
-                self._record_peaks(size, meters)
-            except ProbeFinished as finished:
-                self._record_peaks(size, meters)  # while the function's objects still exist
-                drop_frames(finished)
-            finally:
-                hook.remove()
-
-        return run_probe
-
-    def predict_largest(self) -> int | None:
-        """Return the largest batch size that is predicted to fit on all devices of this rank.
-
-        Return None if no device is measured.
-        """
-        predictions = [curve.predict_largest(self._available[name]) for name, curve in self._curves.items()]
-        return min((each for each in predictions if each is not None), default=None)
-
-    def _record_peaks(self, size: int, meters: "dict[str, _DeviceMeter | _HostMeter]") -> None:
-        """Record the peak of each device that the probe has used, and the memory that was available to it.
-
-        Args:
-            size: Batch size of the probe.
-            meters: Meters by device name, started before the probe.
-        """
-        for name, meter in (meters | dict(_find_new_devices(meters))).items():
-            peak = meter.read_peak(size)
-            if peak.allocated > 0:
-                self._curves.setdefault(name, RowCurve()).record_peak(peak)
-                self._available[name] = min(meter.read_available(), self._available.get(name, 1 << 62))
+        return self._available_bytes
 
 
 def _start_meters() -> "Iterator[tuple[str, _DeviceMeter | _HostMeter]]":

@@ -58,24 +58,34 @@ class MemoryUse:
 
     @property
     def utilisation(self) -> float | None:
-        """Former name of `utilization`, which is kept for one more release."""
+        """Former name of `utilization`, which is kept for one more release. None if unknown."""
         return self.utilization
 
     @property
     def free(self) -> int:
-        """Bytes that no process holds."""
+        """Bytes that no process holds: `total` minus `occupied`, at least 0."""
         return max(0, self.total - self.occupied)
 
 
 def memory_use(device: torch.device | str | None = None) -> MemoryUse:
-    """Return the memory use of one device, or of the host.
+    """Return the memory use of one device, or of the host, at this moment.
+
+    Any rank may call it alone. It does not wait for work that is queued on the device.
 
     Args:
-        device: Device such as "cuda:0" or "cpu". Default: the one that this process computes on.
+        device: Device such as "cuda:0". "cpu": the host. None (the default): the device that this process computes on.
+
+    Returns:
+        Sizes in bytes, such as `used` (this process's tensors), `peak`, `free` and `total`.
 
     Raises:
         ConfigError: If `device` is not a valid device, or its memory cannot be measured.
         DeviceUnavailable: If this machine does not have the device.
+
+    Example::
+
+        use = memory_use("cpu")
+        print(f"{use.used / 2**30:.1f} GiB of {use.total / 2**30:.1f} GiB")
     """
     chosen = check_device(device)
     if chosen.type == "cpu":
@@ -113,7 +123,10 @@ def check_device(device: torch.device | str | None) -> torch.device:
 
 
 def all_memory_use() -> list[MemoryUse]:
-    """Return the memory use of the host and of every visible device whose memory can be measured."""
+    """Return the memory use of the host, and then of every visible device whose memory can be measured.
+
+    The host always comes first, so a machine without accelerators gives one entry. Sizes are in bytes.
+    """
     uses = [measure_host()]
     for hardware in HARDWARE.values():
         if hardware.kind != "cpu" and _is_counted(hardware):
@@ -131,8 +144,10 @@ def measure_host() -> MemoryUse:
     """Return the memory use of the host."""
     own = psutil.Process()
     info, machine = own.memory_info(), psutil.virtual_memory()
+    total, occupied, source = machine.total, machine.total - machine.available, "psutil"
     limit, used = read_control_group()
-    is_limited = limit is not None and limit < machine.total
+    if limit is not None and limit < machine.total:
+        total, occupied, source = limit or machine.total, used, "psutil and the control group's limit"
     processes = {own.pid: int(info.rss)}
     for child in own.children(recursive=True):
         try:
@@ -144,11 +159,11 @@ def measure_host() -> MemoryUse:
         used=int(info.rss),
         reserved=int(info.vms),
         peak=max(read_host_peak(), int(info.rss)),
-        total=limit if is_limited and limit else machine.total,
-        occupied=used if is_limited else machine.total - machine.available,
+        total=total,
+        occupied=occupied,
         utilization=psutil.cpu_percent() / 100,
         processes=processes,
-        source="psutil and the control group's limit" if is_limited else "psutil",
+        source=source,
     )
 
 
@@ -209,7 +224,9 @@ def _measure_device(hardware: Hardware, device: torch.device) -> MemoryUse:
 
     def read_allocator(name: str) -> int:
         function = hardware.find_memory_function(name)
-        return 0 if function is None else int(function(device) if hardware.is_indexed else function())
+        if function is None:
+            return 0
+        return int(function(device) if hardware.is_indexed else function())
 
     used = read_allocator("memory_allocated") or read_allocator("current_allocated_memory")
     reserved = max(read_allocator("memory_reserved") or read_allocator("driver_allocated_memory"), used)

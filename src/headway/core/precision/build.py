@@ -6,8 +6,8 @@ import torch
 
 from headway.core import extensions
 from headway.core.config.engines import EngineOptions
-from headway.core.config.foreign_words import explain_precision
 from headway.core.config.launch import PRECISIONS
+from headway.core.config.other_library_names import explain_precision
 from headway.core.precision.fp16 import Fp16Precision
 from headway.core.precision.mixed import Bf16Precision, Float8Precision, GradientShards, Precision
 from headway.core.runtime.device import Hardware

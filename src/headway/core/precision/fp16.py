@@ -1,6 +1,7 @@
 """fp16 mixed precision: float16 autocast, with a loss scale that keeps small gradients from underflowing."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,30 @@ _MIXED_SCALES = (
     "scaled gradients were added to unscaled ones. Clip or unscale once for each update, behind `if accelerator.sync_gradients:`, "
     "or call zero_grad() before the next backward()"
 )
+
+
+@dataclass(frozen=True)
+class ScalerSnapshot:
+    """Copy of a gradient scaler's state, from which the scaler is restored when a batch is run again.
+
+    Attributes:
+        scale: Loss scale, as a tensor on the device. None before the first backward.
+        growth_tracker: Number of steps since the scale last changed, as a tensor on the device. None before the first
+            backward.
+        optimizer_states: The scaler's state of each optimizer, such as whether it was unscaled, by the proxy's ID.
+        proxies: Proxies by the ID of their optimizer.
+        unscaled: IDs of the optimizers whose gradients were unscaled.
+        stepped: IDs of the optimizers that stepped since the scale was last updated.
+        discarded_proxies: Proxies whose gradients were discarded.
+    """
+
+    scale: torch.Tensor | None
+    growth_tracker: torch.Tensor | None
+    optimizer_states: dict[int, dict[str, Any]]
+    proxies: "dict[int, _OptimizerProxy]"
+    unscaled: set[int]
+    stepped: set[int]
+    discarded_proxies: "list[_OptimizerProxy]"
 
 
 class _OptimizerProxy:
@@ -89,8 +114,8 @@ class Fp16Precision(Bf16Precision):
         # By the ID of the optimizer. The two sets hold the IDs of optimizers that have unscaled their gradients, and of
         # those that have stepped, since the loss scale last changed.
         self._proxies: dict[int, _OptimizerProxy] = {}
-        self._unscaled: set[int] = set()
-        self._stepped: set[int] = set()
+        self._unscaled_ids: set[int] = set()
+        self._stepped_ids: set[int] = set()
         # Proxies of gradients that were unscaled and then discarded. The scaler still needs them until `update`.
         self._discarded_proxies: list[_OptimizerProxy] = []
         # Number of losses that were scaled so far, and its value when each optimizer last unscaled its gradients.
@@ -126,10 +151,10 @@ class Fp16Precision(Bf16Precision):
         Do nothing if no optimizer has stepped or discarded gradients since then. Also do nothing while an optimizer's
         gradients are unscaled: between its `unscale` and its `step` or `discard_gradients`.
         """
-        if (self._stepped or self._discarded_proxies) and self._unscaled <= self._stepped:
+        if (self._stepped_ids or self._discarded_proxies) and self._unscaled_ids <= self._stepped_ids:
             self.scaler.update()
-            self._unscaled.clear()
-            self._stepped.clear()
+            self._unscaled_ids.clear()
+            self._stepped_ids.clear()
             self._discarded_proxies.clear()
 
     def adjust_if_all_stepped(self, num_optimizers: int) -> None:
@@ -138,7 +163,7 @@ class Fp16Precision(Bf16Precision):
         Args:
             num_optimizers: Number of optimizers that step in each accumulation window.
         """
-        if len(self._stepped) >= num_optimizers:
+        if len(self._stepped_ids) >= num_optimizers:
             self.update_scale()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -151,7 +176,7 @@ class Fp16Precision(Bf16Precision):
                 between. Its gradients were added to unscaled ones.
         """
         key = id(optimizer)
-        are_unscaled = key in self._unscaled and key not in self._stepped
+        are_unscaled = key in self._unscaled_ids and key not in self._stepped_ids
         if are_unscaled and self._num_losses_at_unscale.get(key, self._num_scaled_losses) != self._num_scaled_losses:
             raise StateError(_MIXED_SCALES)
         self._num_losses_at_unscale[key] = self._num_scaled_losses
@@ -159,11 +184,11 @@ class Fp16Precision(Bf16Precision):
 
     def _unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the optimizer's gradients, unless this was done since the loss scale last changed."""
-        if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
+        if id(optimizer) not in self._unscaled_ids and self.scaler.is_enabled():
             self.scaler.unscale_(self._get_proxy(optimizer))  # type: ignore[arg-type]
             if self._shards is not None:
                 self._agree_on_overflow(self._get_proxy(optimizer), self._shards)
-            self._unscaled.add(id(optimizer))
+            self._unscaled_ids.add(id(optimizer))
 
     def _agree_on_overflow(self, proxy: _OptimizerProxy, shards: GradientShards) -> None:
         """Tell all ranks whether gradients overflowed on any rank, so that all of them skip the update if one did.
@@ -188,10 +213,10 @@ class Fp16Precision(Bf16Precision):
         step.
         """
         key = id(optimizer)
-        if key in self._unscaled and key not in self._stepped:
+        if key in self._unscaled_ids and key not in self._stepped_ids:
             # The next proxy gets a new state in the scaler. An overflow in the old state still counts when the loss scale
             # is updated next.
-            self._unscaled.remove(key)
+            self._unscaled_ids.remove(key)
             self._discarded_proxies.append(self._proxies.pop(key))
 
     def step(
@@ -222,14 +247,14 @@ class Fp16Precision(Bf16Precision):
         proxy.did_step = False
         proxy.run = run or optimizer.step
         self.scaler.step(proxy)  # type: ignore[arg-type]
-        self._stepped.add(id(optimizer))
+        self._stepped_ids.add(id(optimizer))
         return proxy.did_step
 
     def _get_proxy(self, optimizer: torch.optim.Optimizer) -> _OptimizerProxy:
         """Return the optimizer's proxy, which is created at the first call and after `discard_gradients`."""
         return self._proxies.setdefault(id(optimizer), _OptimizerProxy(optimizer, self._shards))
 
-    def snapshot(self) -> Any:
+    def snapshot(self) -> "ScalerSnapshot | None":
         """Return copies of the loss scale, its growth tracker and the per-optimizer state for `restore`.
 
         The host is not synchronized with the device. Return None if the scaler is disabled.
@@ -237,15 +262,14 @@ class Fp16Precision(Bf16Precision):
         scaler = self.scaler
         if not scaler.is_enabled():
             return None
-        tensors = [None if value is None else value.clone() for value in (scaler._scale, scaler._growth_tracker)]
-        states = _copy_states(scaler._per_optimizer_states)
-        return (
-            tensors,
-            states,
-            dict(self._proxies),
-            set(self._unscaled),
-            set(self._stepped),
-            list(self._discarded_proxies),
+        return ScalerSnapshot(
+            scale=None if scaler._scale is None else scaler._scale.clone(),
+            growth_tracker=None if scaler._growth_tracker is None else scaler._growth_tracker.clone(),
+            optimizer_states=_copy_states(scaler._per_optimizer_states),
+            proxies=dict(self._proxies),
+            unscaled=set(self._unscaled_ids),
+            stepped=set(self._stepped_ids),
+            discarded_proxies=list(self._discarded_proxies),
         )
 
     def restore(self, snapshot: Any) -> None:
@@ -255,15 +279,15 @@ class Fp16Precision(Bf16Precision):
         """
         if snapshot is None:
             return
-        (scale, growth), states, proxies, unscaled, stepped, dropped = snapshot
         scaler = self.scaler
-        scaler._scale, scaler._growth_tracker = (None if v is None else v.clone() for v in (scale, growth))
+        scaler._scale = None if snapshot.scale is None else snapshot.scale.clone()
+        scaler._growth_tracker = None if snapshot.growth_tracker is None else snapshot.growth_tracker.clone()
         scaler._per_optimizer_states.clear()
-        scaler._per_optimizer_states.update(_copy_states(states))
-        self._proxies = dict(proxies)
-        self._unscaled = set(unscaled)
-        self._stepped = set(stepped)
-        self._discarded_proxies = list(dropped)
+        scaler._per_optimizer_states.update(_copy_states(snapshot.optimizer_states))
+        self._proxies = dict(snapshot.proxies)
+        self._unscaled_ids = set(snapshot.unscaled)
+        self._stepped_ids = set(snapshot.stepped)
+        self._discarded_proxies = list(snapshot.discarded_proxies)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state, after updating the loss scale for completed steps."""
@@ -275,8 +299,8 @@ class Fp16Precision(Bf16Precision):
         self.scaler.load_state_dict(state)
         self.scaler._per_optimizer_states.clear()
         self._proxies.clear()
-        self._unscaled.clear()
-        self._stepped.clear()
+        self._unscaled_ids.clear()
+        self._stepped_ids.clear()
         self._discarded_proxies.clear()
 
 

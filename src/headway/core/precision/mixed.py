@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from headway.core.config.engines import EngineOptions
+from headway.core.config.torch_kwargs import AutocastKwargs
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.device import Hardware
 from headway.log import get_logger
@@ -57,12 +58,19 @@ class Precision:
     is_mixed = False
     scaler: torch.amp.GradScaler | None = None
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context manager for a forward pass."""
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[object]:
+        """Return the context manager for a forward pass. This base class returns one that does nothing.
+
+        Args:
+            options: Settings of autocast for this context. None: the run's settings.
+        """
         return nullcontext()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss for the backward call, multiplied by the loss scale if the format has one."""
+        """Return the loss for the backward call, multiplied by the loss scale if the format has one.
+
+        This base class returns `loss` unchanged.
+        """
         return loss
 
     def get_gradient_scale(self) -> float:
@@ -171,9 +179,9 @@ class Bf16Precision(Precision):
         self._kind = hardware.kind
         self._options = options.autocast
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return torch.autocast for the device type in use."""
-        chosen = self._options
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return torch.autocast for the device type in use, with `options` or else the run's settings."""
+        chosen = self._options if options is None else options
         return torch.autocast(self._kind, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled)
 
 

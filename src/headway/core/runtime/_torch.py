@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+# is_traceable_wrapper_subclass finds parameters that consist of other tensors, such as quantized parameters. torch has no
+# public query.
 
 abort_process_group = distributed_c10d._abort_process_group
 """Ends NCCL groups without waiting for lost peers. The public `destroy_process_group` waits for them."""

@@ -1,13 +1,13 @@
 """Counters of the collectives that this process enters and leaves, with the line of user code that called each one.
 
-The counts are written to the pulse, a memory-mapped file per rank that the hang watch reads. This module does not
+The counts are written to the rank's heartbeat file, which the hang watch reads. This module does not
 import torch.
 """
 
 from dataclasses import dataclass
 
 from headway.common.callsite import find_call_site
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class LedgerEntry:
         sequence: Number of the collective in its process group.
         operation: Kind of the collective, such as "gather".
         call_site: Line of user code that called it.
-        number: Number of the collective in this process, counted over all groups. The pulse, a memory-mapped file,
+        number: Number of the collective in this process, counted over all groups. The heartbeat file
             contains this number.
     """
 
@@ -31,7 +31,7 @@ class LedgerEntry:
 class CollectiveLedger:
     """Counter of the collectives that this process enters in one process group.
 
-    It also records each collective in this process's pulse (a memory-mapped file), for the hang watch.
+    It also records each collective in this process's heartbeat file, for the hang watch.
 
     Attributes:
         sequence: Number of collectives entered so far.
@@ -48,8 +48,10 @@ class CollectiveLedger:
         """
         self.sequence += 1
         site = find_call_site()
-        return LedgerEntry(self.sequence, operation, site, pulse.get_own_pulse().enter_collective(operation, site))
+        return LedgerEntry(
+            self.sequence, operation, site, heartbeat_file.get_own_file().enter_collective(operation, site)
+        )
 
     def record_exit(self, entry: LedgerEntry) -> None:
         """Record that all ranks have entered this collective, so that a missing rank can no longer make it hang."""
-        pulse.get_own_pulse().leave_collective(entry.number)
+        heartbeat_file.get_own_file().leave_collective(entry.number)

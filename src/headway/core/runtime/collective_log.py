@@ -53,8 +53,8 @@ class CollectiveLog:
         self.number = 0
         self.is_in_collective = False
         self.lost = ""
-        self._records: list[str | None] = []
-        self._listener: Callable[[int, str], None] | None = None
+        self._records: list[str | None] = []  # collectives of this round as JSON; None for one that was skipped
+        self._listener: Callable[[int, str], None] | None = None  # receives (position, JSON) of each collective
         self._lock = threading.Lock()
 
     @property

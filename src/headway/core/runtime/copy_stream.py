@@ -39,6 +39,7 @@ def record_point(device: torch.device) -> StreamPoint:
 
 
 def _record_point_in(stream: torch.Stream) -> StreamPoint:
+    """Record an event in a stream, and return it as a point to wait for."""
     event = torch.Event(device=stream.device, enable_timing=True, blocking=True)
     event.record(stream)
     return StreamPoint(event, stream)

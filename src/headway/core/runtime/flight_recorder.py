@@ -46,12 +46,12 @@ class FlightRecorder:
     """Background reader of the flight recorders of all backends in this process."""
 
     def __init__(self) -> None:
-        self._is_requested = threading.Event()
+        self._is_requested = threading.Event()  # set by `get_calls`, and by `stop` to wake the thread
         self._is_stopped = threading.Event()
-        self._status = ""
-        self._stalled_since = 0.0
-        self._calls: list[CurrentCollective] | None = None
-        self._dump_functions: dict[str, Any] = {}
+        self._status = ""  # counters of all groups as JSON, as read last
+        self._stalled_since = 0.0  # time on the monotonic clock at which the counters last changed
+        self._calls: list[CurrentCollective] | None = None  # result of `get_calls`
+        self._dump_functions: dict[str, Any] = {}  # torch's functions by backend; found at the first reading
         self._thread: threading.Thread | None = None
 
     def get_calls(self) -> list[CurrentCollective] | None:
@@ -77,6 +77,7 @@ class FlightRecorder:
             self._thread.join(5)
 
     def _run(self) -> None:
+        """Read the counters at each request, as the thread of this object, until it is stopped."""
         while not self._is_stopped.is_set():
             self._is_requested.wait()
             self._is_requested.clear()
@@ -99,14 +100,19 @@ class FlightRecorder:
             self._stalled_since = time.monotonic()
             self._calls = None
         elif self._calls is None:
-            # Use the counters first, which query no CUDA event. If reading the entries blocks, nothing else is known.
-            calls = []
+            # First publish what the counters show, which query no CUDA event. If the next line blocks, this stays.
+            pending_calls = []
             for backend, counters in status.items():
-                calls += _list_pending(backend, counters, self._stalled_since)
-            self._calls = calls
+                pending_calls += _list_pending(backend, counters, self._stalled_since)
+            self._calls = pending_calls
             self._calls = self._read_calls(status)
 
     def _read_calls(self, status: dict[str, Any]) -> list[CurrentCollective]:
+        """Read the entries of all flight recorders, and return the collective that each group is in.
+
+        Args:
+            status: For each backend, the counters of each group by the group's ID.
+        """
         now, members = time.monotonic(), _read_members()
         calls = []
         for backend, dump in self._dump_functions.items():
@@ -127,25 +133,16 @@ def find_current_collectives(
         members: Global ranks of each group, by the group's name.
         now: Current time in seconds on the monotonic clock.
     """
-    groups: dict[str, list[dict[str, Any]]] = {}
-    # Status counters of these groups mix sends and collectives, which are numbered separately.
-    counts_both = {entry["pg_id"] for entry in entries if entry.get("is_p2p")}
-    for entry in entries:
-        is_started = backend == _GLOO_NAME or entry["pg_id"] in counts_both or _is_enqueued(entry, status)
-        if not entry.get("is_p2p") and is_started:
-            group_entries = groups.setdefault(entry["process_group"][0], [])
-            if group_entries and group_entries[-1]["pg_id"] != entry["pg_id"]:
-                group_entries.clear()  # entries of an earlier group that had this name
-            group_entries.append(entry)
-    found: list[CurrentCollective] = []
-    for name, group_entries in groups.items():
-        is_idle = backend == _GLOO_NAME and _is_idle(status.get(str(group_entries[-1]["pg_id"]), {}))
+    current: list[CurrentCollective] = []
+    for name, group_entries in _group_started_collectives(backend, entries, status).items():
+        last = group_entries[-1]
+        is_idle = backend == _GLOO_NAME and _is_idle(status.get(str(last["pg_id"]), {}))
         incomplete = [each for each in group_entries if not each.get("retired") and each.get("state") != "completed"]
         is_inside = bool(incomplete) and not is_idle
-        entry = incomplete[0] if is_inside else group_entries[-1]
+        entry = incomplete[0] if is_inside else last
         # Convert from the system clock to the monotonic clock.
         entered = now - (time.time() - entry["time_created_ns"] / 1e9)
-        found.append(
+        current.append(
             {
                 "group": name if backend == _GLOO_NAME else f"{backend}:{name}",
                 "number": entry["collective_seq_id"],
@@ -154,17 +151,55 @@ def find_current_collectives(
                 "members": members.get(name),
             }
         )
-    return found
+    return current
+
+
+def _group_started_collectives(
+    backend: str, entries: list[dict[str, Any]], status: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the collectives that have started, oldest first, by the name of their process group.
+
+    Point-to-point operations are left out. If two groups had one name, only the entries of the later one are returned.
+
+    Args:
+        backend: Name of the backend as in the name of its dump function, such as "nccl"; "fr" for gloo.
+        entries: Entries of the backend's flight recorder, oldest first.
+        status: Counters of each group, by the group's ID.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    # The counters of these groups mix sends and collectives, which are numbered separately, so they are not used.
+    ids_with_sends = {entry["pg_id"] for entry in entries if entry.get("is_p2p")}
+    for entry in entries:
+        if entry.get("is_p2p"):
+            continue
+        has_usable_counters = backend != _GLOO_NAME and entry["pg_id"] not in ids_with_sends
+        if has_usable_counters and not _is_enqueued(entry, status):
+            continue
+        group_entries = groups.setdefault(entry["process_group"][0], [])
+        if group_entries and group_entries[-1]["pg_id"] != entry["pg_id"]:
+            group_entries.clear()  # entries of an earlier group that had this name
+        group_entries.append(entry)
+    return groups
 
 
 def _is_enqueued(entry: dict[str, Any], status: dict[str, Any]) -> bool:
-    # NCCL's recorder lists a collective before it is enqueued, and treats an event that was never recorded as reached.
+    """Whether a collective in NCCL's flight recorder was enqueued, according to the counters of its group.
+
+    NCCL's recorder lists a collective before it is enqueued, and treats an event that was never recorded as reached.
+
+    Args:
+        entry: Entry of the flight recorder.
+        status: Counters of each group, by the group's ID.
+    """
     last = status.get(str(entry["pg_id"]), {}).get("last_enqueued_collective")
     return last is None or int(entry["collective_seq_id"]) <= int(last)
 
 
 def _is_idle(counts: dict[str, str]) -> bool:
-    # gloo's threads update counters out of order, so an earlier collective can be recorded as the last completed one.
+    """Whether a group's counters show no pending collective.
+
+    gloo's threads update the recorder out of order, so an earlier collective can be recorded as the last completed one.
+    """
     return counts.get("last_enqueued_collective") == counts.get("last_completed_collective")
 
 
@@ -188,10 +223,12 @@ def _list_pending(backend: str, status: dict[str, Any], since: float) -> list[Cu
 
 
 def _get_c_module() -> Any:
+    """Return torch's C++ module of process groups, or None if the program has not imported it."""
     return sys.modules.get("torch._C._distributed_c10d")
 
 
 def _get_c10d_module() -> Any:
+    """Return the Python module of process groups, or None if the program has not imported it."""
     return sys.modules.get("torch.distributed.distributed_c10d")
 
 

@@ -217,7 +217,7 @@ def start_collectives(
 
     Args:
         tensors: Tensors, in the same order on all ranks.
-        get_group: Function that returns the process group for a tensor.
+        get_group: Function that returns the process group for a tensor, or None for the default group.
         start: Function that starts the asynchronous collective of one tensor in that group.
         is_sum: Whether the collective is an all-reduce, for which backends have a coalesced call. Other collectives are
             enclosed in a pair of calls such as `ncclGroupStart` and `ncclGroupEnd`.

@@ -4,7 +4,7 @@ It is started only in processes that no launcher's agent watches.
 """
 
 from headway.core import extensions
-from headway.core.runtime import process, pulse
+from headway.core.runtime import heartbeat_file, process
 
 
 def start_hang_watch() -> None:
@@ -14,5 +14,5 @@ def start_hang_watch() -> None:
     (`--timeout 0`).
     """
     runtime = process.current()
-    if runtime.world_size > 1 and not pulse.is_watched() and runtime.timeout < process.NO_TIMEOUT:
+    if runtime.world_size > 1 and not heartbeat_file.is_watched() and runtime.timeout < process.NO_TIMEOUT:
         extensions.load("feature", "hang_watch")(runtime)

@@ -1,8 +1,7 @@
-"""Heartbeat thread that writes this process's stack and pending collectives to its pulse every second.
+"""Heartbeat thread that writes this process's stack and pending collectives to its heartbeat file every second.
 
-The pulse is a memory-mapped file per rank that the launcher's agent reads. The heartbeat is stopped before Python shuts
-down, because a thread that returns from C++ during finalization would abort the process. This module does not import
-torch.
+The launcher's agent reads this file. The heartbeat is stopped before Python shuts down, because a thread that returns
+from C++ during finalization would abort the process. This module does not import torch.
 """
 
 import atexit
@@ -17,14 +16,14 @@ from typing import IO, Any
 
 from headway.common import env, scope
 from headway.common.callsite import walk_stack
-from headway.core.runtime import pulse
 from headway.core.runtime.flight_recorder import FlightRecorder
+from headway.core.runtime.heartbeat_file import HeartbeatFile, get_own_file
 
 INTERVAL = 1.0
 """Seconds between heartbeats."""
 
 ENDED = "ended"
-"""Phase that the pulse shows after the program has ended."""
+"""Phase in the heartbeat file after the program has ended."""
 
 STACK_DUMP_SIGNAL: int | None = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
 """Signal that makes a worker process write the stacks of its threads, even while it runs C code.
@@ -40,22 +39,22 @@ NUM_RECORDED = "128"
 
 
 class Heartbeat:
-    """Thread that writes the stack and the pending collectives of this process to its pulse every second.
+    """Thread that writes the stack and the pending collectives of this process to its heartbeat file.
 
     Args:
-        heartbeat_file: Pulse to write to: a memory-mapped file that the launcher's agent reads.
+        file: File to write to, which the launcher's agent reads.
         recorder: Reader of the flight recorders of torch's backends.
     """
 
-    def __init__(self, heartbeat_file: pulse.HeartbeatFile, recorder: FlightRecorder) -> None:
-        self._pulse = heartbeat_file
+    def __init__(self, file: HeartbeatFile, recorder: FlightRecorder) -> None:
+        self._file = file
         self._num_beats = 0
-        self._stack: list[list[Any]] = []
-        self._stack_since = time.monotonic()
+        self._stack: list[list[Any]] = []  # of the main thread at the last beat, as from `_read_main_stack`
+        self._stack_since = time.monotonic()  # time of the beat at which this stack was seen first
         self._recorder = recorder
         self._is_stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._can_dump_stacks = False
+        self._lock = threading.Lock()  # held during a beat, and during a fork
+        self._can_dump_stacks = False  # whether the process writes its stacks at `STACK_DUMP_SIGNAL`
         self._dump_file: IO[str] | None = None
         self._thread = threading.Thread(target=self._run, name="headway-heartbeat", daemon=True)
 
@@ -71,7 +70,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and mark the program as ended in the pulse.
+        """Stop the thread, and mark the program as ended in the heartbeat file.
 
         A second call has no effect. Nor has a call in a forked child process, because only the parent is the rank.
         """
@@ -81,7 +80,7 @@ class Heartbeat:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5)
         self._recorder.stop()
-        self._pulse.set_phase(ENDED)
+        self._file.set_phase(ENDED)
 
     def _register_stack_dump(self) -> None:
         """Register a signal handler that writes the stacks of all threads when the launcher's agent sends the signal.
@@ -90,19 +89,21 @@ class Heartbeat:
         """
         if (
             STACK_DUMP_SIGNAL is None
-            or self._pulse.path is None
+            or self._file.path is None
             or threading.current_thread() is not threading.main_thread()
         ):
             return
-        self._dump_file = open(f"{self._pulse.path}.stacks", "w")  # noqa: SIM115  (held open for the process's life)
+        self._dump_file = open(f"{self._file.path}.stacks", "w")  # noqa: SIM115  (held open for the process's life)
         faulthandler.register(STACK_DUMP_SIGNAL, self._dump_file, all_threads=True)
         self._can_dump_stacks = True
 
     def _after_fork(self) -> None:
+        """Stop the heartbeat of a forked child process, which is not a rank, and release the lock that the fork has copied."""
         self._is_stopped.set()
         self._lock.release()
 
     def _run(self) -> None:
+        """Write a heartbeat at once and then every `INTERVAL` seconds, as the thread of this object, until it is stopped."""
         while not self._is_stopped.wait(INTERVAL if self._num_beats else 0.0):
             with self._lock:
                 self.write_beat()
@@ -121,8 +122,8 @@ class Heartbeat:
             "torch": self._recorder.get_calls(),
             "live": self._can_dump_stacks,
         }
-        self._pulse.set_note(note)
-        self._pulse.record_beat(self._num_beats)
+        self._file.set_note(note)
+        self._file.record_beat(self._num_beats)
 
 
 def _read_main_stack() -> list[list[Any]]:
@@ -140,7 +141,7 @@ def stop_before_shutdown(stop: Any) -> None:
 
 
 def _create_heartbeat() -> Heartbeat:
-    return Heartbeat(pulse.get_own_pulse(), FlightRecorder())
+    return Heartbeat(get_own_file(), FlightRecorder())
 
 
 def start_heartbeat() -> None:

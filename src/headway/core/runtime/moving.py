@@ -1,6 +1,6 @@
-"""Moving a module to another device without replacing its parameter objects.
+"""Moving modules and parameters to another device without replacing the parameter objects.
 
-An optimizer that was created before the move therefore still refers to the module's parameters.
+An optimizer that was created before the move therefore still refers to the parameters.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from headway.core.runtime._torch import has_compatible_shallow_copy_type
+from headway.core.runtime._torch import has_compatible_shallow_copy_type, is_traceable_wrapper_subclass
 
 
 def move_module(module: torch.nn.Module, device: torch.device) -> None:
@@ -30,6 +30,30 @@ def move_module(module: torch.nn.Module, device: torch.device) -> None:
     must_swap = parameter is not None and not _can_replace_data(parameter.device, device)
     with _swap_contents(must_swap):
         module.to(device)
+
+
+def move_parameter(parameter: torch.nn.Parameter, device: torch.device) -> None:
+    """Move one parameter without replacing its object.
+
+    Parameters of other packages' classes, such as bitsandbytes' quantized weights, are not moved, because their own
+    `to` may do more than a move.
+
+    Args:
+        parameter: Plain parameter, or one whose class wraps several tensors, such as torchao's quantized weights.
+        device: Target device.
+
+    Raises:
+        RuntimeError: If the parameter must be swapped (see `move_module`), but a weak reference or an autograd graph
+            holds it.
+    """
+    is_wrapper = is_traceable_wrapper_subclass(parameter)
+    if parameter.device == device or not (is_wrapper or type(parameter) is torch.nn.Parameter):
+        return
+    moved = parameter.detach().to(device)
+    if is_wrapper or not _can_replace_data(parameter.device, device):
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(moved, parameter.requires_grad))  # type: ignore[no-untyped-call]
+    else:
+        parameter.data = moved
 
 
 def _can_replace_data(old: torch.device, new: torch.device) -> bool:

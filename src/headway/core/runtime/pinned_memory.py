@@ -54,6 +54,14 @@ def allocate_arena(num_bytes: int) -> torch.Tensor:
 
 
 def _allocate_registered(num_bytes: int) -> torch.Tensor:
+    """Return pinned host memory as a uint8 tensor, made of huge pages that are registered with CUDA.
+
+    Args:
+        num_bytes: Size of the memory.
+
+    Raises:
+        UnsupportedError: If CUDA cannot register the memory.
+    """
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     # After a fork, a write would move a page away from where the device expects it.
@@ -94,6 +102,13 @@ def start_allocations(
 
 
 def _allocate_on(device_index: int | None, allocate: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
+    """Allocate memory on a new thread, after setting the thread's device.
+
+    Args:
+        device_index: Index of the device, or None if the device type has no index.
+        allocate: Function that allocates a number of bytes.
+        num_bytes: Number of bytes.
+    """
     if device_index is not None:
         torch.accelerator.set_device_index(device_index)  # a new thread would create a context on device 0
     return allocate(num_bytes)

@@ -40,7 +40,7 @@ class PreemptedRun:
         Args:
             record: Path of the rank's exception record.
         """
-        atomic.write_text(_preemption_path(record), json.dumps(asdict(self)))
+        atomic.write_text(_get_note_path(record), json.dumps(asdict(self)))
 
 
 def find_preempted(record: str | Path) -> PreemptedRun | None:
@@ -50,10 +50,11 @@ def find_preempted(record: str | Path) -> PreemptedRun | None:
         record: Path of the rank's exception record.
     """
     try:
-        return PreemptedRun(**json.loads(_preemption_path(record).read_text()))
+        return PreemptedRun(**json.loads(_get_note_path(record).read_text()))
     except FileNotFoundError:
         return None
 
 
-def _preemption_path(record: str | Path) -> Path:
+def _get_note_path(record: str | Path) -> Path:
+    """Return the path of the file in which a preempted run leaves a note, next to its record."""
     return Path(f"{record}.preempted")

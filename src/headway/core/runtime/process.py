@@ -19,7 +19,7 @@ from headway.common.sealing import Seal, UnsealedCounter, read_secret
 from headway.common.tracebacks import ExceptionHook
 from headway.core.config.launch import DEFAULT_TIMEOUT
 from headway.core.config.load import UNSET, read_promised_device, read_requested_num_processes, resolve_run_setting
-from headway.core.runtime import _torch, group, pulse
+from headway.core.runtime import _torch, group, heartbeat_file, peer_access
 from headway.core.runtime.control_plane.roll_call import check_in
 from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.core.runtime.control_plane.store import (
@@ -35,6 +35,18 @@ from headway.errors import ConfigError, DeviceUnavailable, LaunchError, Unsuppor
 from headway.log import get_logger
 
 log = get_logger(__name__)
+
+INTERRUPTED = 130
+"""Exit code of a process that was ended by Ctrl-C, as shells report it."""
+NO_TIMEOUT = timedelta(days=365)
+"""Timeout that means no time limit (`--timeout 0`)."""
+_EXIT_TIMEOUT = timedelta(seconds=10)
+"""Maximum time that an exiting process waits for the other ranks to exit, too.
+
+It waits only if all ranks must end the process group together, as is the case with NCCL.
+"""
+_FAKE_BACKEND = "fake"
+"""torch's backend for process groups without other processes, whose store cannot exchange values."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,295 @@ class ProcessRuntime:
         return self.rank == self.world_size - 1
 
 
+# -------------------------------------------------------------------- start and end of the runtime
+
+
+def start(
+    *, cpu: bool = False, backend: str | None = None, init_method: str | None = None, timeout: timedelta | None = None
+) -> ProcessRuntime:
+    """Start the runtime of this process, or return the one that is running.
+
+    With several processes, all ranks must call this, because it creates the process group. A runtime that is already
+    running ignores all arguments except `cpu`.
+
+    Args:
+        cpu: Whether to compute on the CPU even if there is an accelerator.
+        backend: Backend for `init_process_group`. Default: gloo for CPU tensors plus the device's own backend.
+        init_method: URL as for torch's `init_process_group`. Default: None, for "env://".
+        timeout: Maximum time that a rank may keep the others waiting. A collective stops waiting after this time, or
+            30 seconds later if `timeout` is None. Default: `--timeout` or HEADWAY_TIMEOUT, else 10 minutes.
+
+    Raises:
+        LaunchError: If the number of processes differs from the number that the launcher was asked for. Also if ranks
+            are missing at the timeout, or if two processes have the same rank.
+        ConfigError: If `cpu` is True and the running runtime uses an accelerator. Also if `backend` does not support
+            the device, or if code and command line disagree about the timeout.
+        DeviceUnavailable: If this machine has fewer devices than local ranks, or lacks the device type that the
+            launcher found or HEADWAY_DEVICE names.
+        UnsupportedError: If `backend` is None and torch has no default backend for the device.
+    """
+    state = scope.get_or_create(_Process)
+    if state.runtime is not None:
+        if cpu and state.runtime.hardware is not CPU:
+            raise ConfigError(
+                f"cpu=True was asked for, but this process computes on {state.runtime.device}: give it to the first Accelerator"
+            )
+        return state.runtime
+    hardware = _choose_hardware(cpu)
+    rank, world_size, peer_timeout = env.get_rank(), env.get_world_size(), _choose_timeout(timeout)
+    _check_num_processes(world_size)
+    local_rank, num_local = env.get_local_rank(), env.get_local_world_size()
+    has_script_group = dist.is_initialized()  # the script has created the process group itself
+    if has_script_group:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size > 1 and env.get("LOCAL_RANK") is None and dist.get_backend() != _FAKE_BACKEND:
+            local_rank, num_local = state.find_local_rank(rank, world_size)
+    device = hardware.select_device(local_rank)
+    owns_group = world_size > 1 and not has_script_group
+    cpu_group = None
+    if owns_group:
+        # With a margin, so that the hang watch reports before the backend times out.
+        collective_timeout = timeout or peer_timeout + group.MARGIN
+        backends = group.complete_backend(backend, hardware.kind) if backend else hardware.backend_string
+        state.set_group_options(backends, collective_timeout, device)
+        if hardware.kind == "cuda" and num_local > 1:
+            peer_access.avoid_broken_transfers()
+        state.join_group(init_method, rank, world_size, peer_timeout)
+    elif has_script_group and world_size > 1:
+        cpu_group = group.create_cpu_group(peer_timeout + group.MARGIN)
+        if cpu_group is not None:
+            atexit.register(_end_at_exit)
+    elif not has_script_group and hardware.is_indexed and hardware.count_devices() > 1:
+        log.info_once(
+            "one process on a machine with %d %s devices: `headway launch` uses all of them",
+            hardware.count_devices(),
+            hardware.kind,
+        )
+    num_local = min(num_local, world_size)
+    runtime = ProcessRuntime(
+        rank, world_size, local_rank, num_local, hardware, device, owns_group, peer_timeout, cpu_group=cpu_group
+    )
+    state.set_runtime(runtime)
+    state.install_exception_hook()
+    heartbeat_file.get_own_file().set_timeout(peer_timeout.total_seconds())
+    if world_size > 1:
+        state.host_control(runtime)
+    return runtime
+
+
+def _choose_hardware(cpu: bool) -> Hardware:
+    """Return the device type that this process computes on.
+
+    HEADWAY_DEVICE takes precedence over the accelerator that torch finds.
+
+    Args:
+        cpu: Whether to use the CPU in any case.
+
+    Raises:
+        DeviceUnavailable: If HEADWAY_DEVICE names a device type that this machine lacks. Also if the detected device type
+            differs from the one that the launcher found.
+    """
+    if cpu:
+        return CPU
+    device_type = env.get("HEADWAY_DEVICE")
+    if device_type:
+        return find_hardware(device_type)
+    hardware = detect_hardware()
+    _check_promised_device(hardware)
+    return hardware
+
+
+def _check_promised_device(hardware: Hardware) -> None:
+    """Raise `DeviceUnavailable` if this process's device type differs from the one that the launcher found.
+
+    Without this check the run would continue on another device without an error.
+    """
+    promised = read_promised_device()
+    if promised in (None, hardware.kind):
+        return
+    if promised == CPU.kind:
+        raise DeviceUnavailable(
+            "`headway launch` found no accelerator on this machine and started this process for the CPU, but torch "
+            f"{torch.__version__} finds {hardware.count_devices()} of {hardware.kind} here. Start with "
+            f"HEADWAY_DEVICE={hardware.kind} in the environment, and the launcher counts what torch finds; --cpu computes on the CPU"
+        )
+    names = [name for name in env.copy_variables() if name.endswith("VISIBLE_DEVICES") or name == "ZE_AFFINITY_MASK"]
+    variables = ", ".join(f"{name}={env.get(name)!r}" for name in sorted(names)) or "no variable hides it"
+    raise DeviceUnavailable(
+        f"`headway launch` started this process for a {promised} device, but torch {torch.__version__} finds none ({variables}). "
+        "Check that the driver responds, torch is built for the device and the variables name devices that exist; --cpu runs without"
+    )
+
+
+def _choose_timeout(timeout: timedelta | None) -> timedelta:
+    """Return the maximum time that a rank may keep the others waiting. All other time limits derive from it.
+
+    Args:
+        timeout: Value from the user's code; None to use the launcher's setting or the default. Zero means no limit.
+
+    Raises:
+        ConfigError: If code and command line disagree about the timeout.
+    """
+    requested = UNSET if timeout is None else timeout.total_seconds()
+    origin = f"InitProcessGroupKwargs(timeout={timeout!r})"
+    seconds, _ = resolve_run_setting("timeout", requested, DEFAULT_TIMEOUT, code_origin=origin)
+    return timedelta(seconds=seconds) if seconds else NO_TIMEOUT
+
+
+def _check_num_processes(world_size: int) -> None:
+    """Raise `LaunchError` if the number of processes differs from what `headway launch` was asked for."""
+    allowed = read_requested_num_processes()
+    if allowed is not None and world_size not in allowed:
+        fewest = f"{allowed[0]} to " if len(allowed) > 1 else ""
+        raise LaunchError(
+            f"`headway launch` was asked for {fewest}{allowed[-1]} processes, but this one finds itself in a world of {world_size}; "
+            "start it with `headway launch`, and do not change WORLD_SIZE or unset RANK on the way"
+        )
+
+
+def current() -> ProcessRuntime:
+    """Return the runtime of this process. If it has none, start one with default settings (see `start`)."""
+    runtime = scope.get_or_create(_Process).runtime
+    return runtime if runtime is not None else start()
+
+
+def is_started() -> bool:
+    """Whether this process has a runtime. This function does not start one."""
+    return scope.get_or_create(_Process).runtime is not None
+
+
+def release_at_end(release: Callable[[], None], *, ends_with_group: bool = False) -> None:
+    """Register a method to call before the runtime ends. Only a weak reference to its object is kept.
+
+    Args:
+        release: Method that releases a resource, such as a thread, that would otherwise outlive the runtime.
+        ends_with_group: Whether to also call the method when only the process group ends (`leave_group`), because the
+            resource belongs to the group.
+    """
+    state, method = scope.get_or_create(_Process), weakref.WeakMethod(release)
+    registries = [state.release_methods]
+    if ends_with_group:
+        registries.append(state.group_release_methods)
+    for registry in registries:
+        if method not in registry:
+            registry.append(method)
+
+
+def reset() -> None:
+    """End the runtime, and the process group if Headway started it. At process exit, this happens automatically."""
+    scope.get_or_create(_Process).end()
+
+
+def _end_at_exit() -> None:
+    scope.get_or_create(_Process).end(is_exit=True)
+
+
+def _end_after_exception(error: BaseException, is_printed: bool) -> None:
+    """End this process at once after an uncaught exception, because peers might be inside a collective on the device.
+
+    After an interrupt such as Ctrl-C, or if the traceback has not been printed yet, only record the exit code with
+    which Python then ends the process. Do nothing if the exception does not end the process, or if its end would not
+    wait for peers.
+
+    Args:
+        error: The uncaught exception.
+        is_printed: Whether the error's traceback has been printed.
+    """
+    if not is_uncaught(error) or not scope.get_or_create(_Process).has_blocking_end():
+        return
+    is_interrupt = not isinstance(error, Exception)
+    if is_printed and not is_interrupt:
+        end_process(1)
+    # Let Python end the process: an interrupt by its signal, as shells expect, and others after the outer hooks have
+    # printed the traceback.
+    record_failure(INTERRUPTED if is_interrupt else 1)
+
+
+# -------------------------------------------------------------------- process groups of a running runtime
+
+
+def leave_group() -> None:
+    """Abort the process group and release everything that belongs to it, but keep the runtime.
+
+    Call `join_group` to create the next group. gloo's connections close as soon as the group is no longer referenced,
+    which wakes peers that wait in a gloo collective.
+
+    Raises:
+        UnsupportedError: If other code started the group, because Headway could then not create a new one.
+    """
+    state = scope.get_or_create(_Process)
+    if state.runtime is None or not state.runtime.owns_group:
+        raise UnsupportedError(
+            "the process group has to be renewed, but was started outside Headway, by init_process_group or another library; leave "
+            "that call out, and Headway starts the group"
+        )
+    for each in list(state.group_release_methods):
+        release = each()
+        if release is not None:
+            release()
+    # Backends that can abort a pending operation do so; destroying the group would wait for it.
+    group.abort_groups()
+
+
+def join_group() -> None:
+    """Create the next process group with the settings of the first one. All ranks call this after `leave_group`."""
+    state = scope.get_or_create(_Process)
+    assert state.runtime is not None
+    state.join_group(None, state.runtime.rank, state.runtime.world_size, state.runtime.timeout)
+    state.install_exception_hook()
+
+
+def abort_group() -> None:
+    """Abort the process group and its pending operations. This function may be called on any thread.
+
+    All ranks must call it at about the same time.
+    """
+    group.abort_groups()
+
+
+def does_exit_block_peers() -> bool:
+    """Whether the other ranks would block in the backend of the process group, such as NCCL, if only this rank exited.
+
+    False if other code started the process group.
+    """
+    return scope.get_or_create(_Process).has_blocking_end()
+
+
+def get_group_timeout() -> timedelta:
+    """Return the timeout of the collectives in the process groups that Headway creates.
+
+    It is torch's default timeout of the backend if Headway has created no group.
+    """
+    return scope.get_or_create(_Process).group_options.timeout
+
+
+# -------------------------------------------------------------------- the control plane
+
+
+def get_control_link() -> StoreLink | None:
+    """Return the connection to the control plane, or None in a run with a single process.
+
+    The first call opens the connection. Without a launcher, it waits until rank 0 has published the address.
+
+    Raises:
+        ControlPlaneError: If rank 0 does not publish the control plane's address before the timeout.
+        LaunchError: If the control plane cannot be reached.
+    """
+    runtime, state = current(), scope.get_or_create(_Process)
+    if runtime.world_size > 1 and state.link is None:
+        state.link = join_control_plane(state.get_group_store(), state.seal, runtime.timeout)
+    return state.link
+
+
+def has_control_link() -> bool:
+    """Whether there is a connection to the control plane. This function does not open one."""
+    state = scope.get_or_create(_Process)
+    return state.runtime is not None and state.link is not None
+
+
+# -------------------------------------------------------------------- process-wide state
+
+
 class _GroupOptions(NamedTuple):
     """Options of the process groups that Headway creates.
 
@@ -118,8 +419,8 @@ class _Process:
         self.exit_hook: UncaughtExceptionHook | None = None
         self.release_methods: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.group_release_methods: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._num_groups = 0
-        self._num_starts = 0
+        self._num_groups = 0  # process groups that Headway has created
+        self._num_starts = 0  # runtimes that were started
         self._unsealed_counter = UnsealedCounter(log.warning)
 
     def set_runtime(self, runtime: ProcessRuntime) -> None:
@@ -128,7 +429,13 @@ class _Process:
         self._num_starts += 1
 
     def set_group_options(self, backend: str, timeout: timedelta, device: torch.device) -> None:
-        """Set backends, timeout and device of the process groups that `join_group` creates."""
+        """Set backends, timeout and device of the process groups that `join_group` creates.
+
+        Args:
+            backend: Backends as in torch's `init_process_group`, such as "cpu:gloo,cuda:nccl".
+            timeout: Time after which a collective stops waiting.
+            device: Device of this process.
+        """
         self.group_options = _GroupOptions(backend, timeout, group.choose_bound_device(device, backend))
 
     def join_group(self, init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -295,292 +602,3 @@ class _Process:
         if has_failed():
             return False
         return group.wait_for_all_to_end(self.get_group_store(), runtime.rank, runtime.world_size, _EXIT_TIMEOUT)
-
-
-_EXIT_TIMEOUT = timedelta(seconds=10)
-"""Maximum time that an exiting process waits for the other ranks to exit, too.
-
-It waits only if all ranks must end the process group together, as is the case with NCCL.
-"""
-
-_FAKE_BACKEND = "fake"
-"""torch's backend for process groups without other processes, whose store cannot exchange values."""
-
-INTERRUPTED = 130
-"""Exit code of a process that was ended by Ctrl-C, as shells report it."""
-
-NO_TIMEOUT = timedelta(days=365)
-"""Timeout that means no time limit (`--timeout 0`)."""
-
-
-def start(
-    *, cpu: bool = False, backend: str | None = None, init_method: str | None = None, timeout: timedelta | None = None
-) -> ProcessRuntime:
-    """Start the runtime of this process, or return the one that is running.
-
-    With several processes, all ranks must call this, because it creates the process group. A runtime that is already
-    running ignores all arguments except `cpu`.
-
-    Args:
-        cpu: Whether to compute on the CPU even if there is an accelerator.
-        backend: Backend for `init_process_group`. Default: gloo for CPU tensors plus the device's own backend.
-        init_method: URL as for torch's `init_process_group`. Default: None, for "env://".
-        timeout: Maximum time that a rank may keep the others waiting. A collective stops waiting after this time, or
-            30 seconds later if `timeout` is None. Default: `--timeout` or HEADWAY_TIMEOUT, else 10 minutes.
-
-    Raises:
-        LaunchError: If the number of processes differs from the number that the launcher was asked for. Also if ranks
-            are missing at the timeout, or if two processes have the same rank.
-        ConfigError: If `cpu` is True and the running runtime uses an accelerator. Also if `backend` does not support
-            the device, or if code and command line disagree about the timeout.
-        DeviceUnavailable: If this machine has fewer devices than local ranks, or lacks the device type that the
-            launcher found or HEADWAY_DEVICE names.
-        UnsupportedError: If `backend` is None and torch has no default backend for the device.
-    """
-    state = scope.get_or_create(_Process)
-    if state.runtime is not None:
-        if cpu and state.runtime.hardware is not CPU:
-            raise ConfigError(
-                f"cpu=True was asked for, but this process computes on {state.runtime.device}: give it to the first Accelerator"
-            )
-        return state.runtime
-    hardware = _choose_hardware(cpu)
-    rank, world_size, peer_timeout = env.get_rank(), env.get_world_size(), _choose_timeout(timeout)
-    _check_num_processes(world_size)
-    local_rank, num_local = env.get_local_rank(), env.get_local_world_size()
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if world_size > 1 and env.get("LOCAL_RANK") is None and dist.get_backend() != _FAKE_BACKEND:
-            local_rank, num_local = state.find_local_rank(rank, world_size)
-    device = hardware.select_device(local_rank)
-    owns_group = world_size > 1 and not dist.is_initialized()
-    cpu_group = None
-    if owns_group:
-        # With a margin, so that the hang watch reports before the backend times out.
-        collective_timeout = timeout or peer_timeout + group.MARGIN
-        backends = group.complete_backend(backend, hardware.kind) if backend else hardware.backend_string
-        state.set_group_options(backends, collective_timeout, device)
-        state.join_group(init_method, rank, world_size, peer_timeout)
-    elif dist.is_initialized():
-        cpu_group = group.create_cpu_group(peer_timeout + group.MARGIN) if world_size > 1 else None
-        if cpu_group is not None:
-            atexit.register(_end_at_exit)
-    elif hardware.is_indexed and hardware.count_devices() > 1:
-        log.info_once(
-            "one process on a machine with %d %s devices: `headway launch` uses all of them",
-            hardware.count_devices(),
-            hardware.kind,
-        )
-    num_local = min(num_local, world_size)
-    runtime = ProcessRuntime(
-        rank, world_size, local_rank, num_local, hardware, device, owns_group, peer_timeout, cpu_group=cpu_group
-    )
-    state.set_runtime(runtime)
-    state.install_exception_hook()
-    pulse.get_own_pulse().set_timeout(peer_timeout.total_seconds())
-    if world_size > 1:
-        state.host_control(runtime)
-    return runtime
-
-
-def _choose_hardware(cpu: bool) -> Hardware:
-    """Return the device type that this process computes on.
-
-    HEADWAY_DEVICE takes precedence over the accelerator that torch finds.
-
-    Args:
-        cpu: Whether to use the CPU in any case.
-
-    Raises:
-        DeviceUnavailable: If HEADWAY_DEVICE names a device type that this machine lacks. Also if the detected device type
-            differs from the one that the launcher found.
-    """
-    if cpu:
-        return CPU
-    device_type = env.get("HEADWAY_DEVICE")
-    if device_type:
-        return find_hardware(device_type)
-    hardware = detect_hardware()
-    _check_promised_device(hardware)
-    return hardware
-
-
-def current() -> ProcessRuntime:
-    """Return the runtime of this process. If it has none, start one with default settings (see `start`)."""
-    runtime = scope.get_or_create(_Process).runtime
-    return runtime if runtime is not None else start()
-
-
-def is_started() -> bool:
-    """Whether this process has a runtime. This function does not start one."""
-    return scope.get_or_create(_Process).runtime is not None
-
-
-def release_at_end(release: Callable[[], None], *, ends_with_group: bool = False) -> None:
-    """Register a method to call before the runtime ends. Only a weak reference to its object is kept.
-
-    Args:
-        release: Method that releases a resource, such as a thread, that would otherwise outlive the runtime.
-        ends_with_group: Whether to also call the method when only the process group ends (`leave_group`), because the
-            resource belongs to the group.
-    """
-    state, method = scope.get_or_create(_Process), weakref.WeakMethod(release)
-    registries = [state.release_methods]
-    if ends_with_group:
-        registries.append(state.group_release_methods)
-    for registry in registries:
-        if method not in registry:
-            registry.append(method)
-
-
-def leave_group() -> None:
-    """Abort the process group and release everything that belongs to it, but keep the runtime.
-
-    Call `join_group` to create the next group. gloo's connections close as soon as the group is no longer referenced,
-    which wakes peers that wait in a gloo collective.
-
-    Raises:
-        UnsupportedError: If other code started the group, because Headway could then not create a new one.
-    """
-    state = scope.get_or_create(_Process)
-    if state.runtime is None or not state.runtime.owns_group:
-        raise UnsupportedError(
-            "the process group has to be renewed, but was started outside Headway, by init_process_group or another library; leave "
-            "that call out, and Headway starts the group"
-        )
-    for each in list(state.group_release_methods):
-        release = each()
-        if release is not None:
-            release()
-    # Backends that can abort a pending operation do so; destroying the group would wait for it.
-    group.abort_groups()
-
-
-def abort_group() -> None:
-    """Abort the process group and its pending operations. This function may be called on any thread.
-
-    All ranks must call it at about the same time.
-    """
-    group.abort_groups()
-
-
-def does_exit_block_peers() -> bool:
-    """Whether the other ranks would block in the backend of the process group, such as NCCL, if only this rank exited.
-
-    False if other code started the process group.
-    """
-    return scope.get_or_create(_Process).has_blocking_end()
-
-
-def join_group() -> None:
-    """Create the next process group with the settings of the first one. All ranks call this after `leave_group`."""
-    state = scope.get_or_create(_Process)
-    assert state.runtime is not None
-    state.join_group(None, state.runtime.rank, state.runtime.world_size, state.runtime.timeout)
-    state.install_exception_hook()
-
-
-def get_group_timeout() -> timedelta:
-    """Return the timeout of the collectives in the process groups that Headway creates.
-
-    It is torch's default timeout of the backend if Headway has created no group.
-    """
-    return scope.get_or_create(_Process).group_options.timeout
-
-
-def reset() -> None:
-    """End the runtime, and the process group if Headway started it. At process exit, this happens automatically."""
-    scope.get_or_create(_Process).end()
-
-
-def _end_at_exit() -> None:
-    scope.get_or_create(_Process).end(is_exit=True)
-
-
-def _end_after_exception(error: BaseException, is_printed: bool) -> None:
-    """End this process at once after an uncaught exception, because peers might be inside a collective on the device.
-
-    After an interrupt such as Ctrl-C, or if the traceback has not been printed yet, only record the exit code with
-    which Python then ends the process. Do nothing if the exception does not end the process, or if its end would not
-    wait for peers.
-
-    Args:
-        error: The uncaught exception.
-        is_printed: Whether the error's traceback has been printed.
-    """
-    if not is_uncaught(error) or not scope.get_or_create(_Process).has_blocking_end():
-        return
-    is_interrupt = not isinstance(error, Exception)
-    if is_printed and not is_interrupt:
-        end_process(1)
-    # Let Python end the process: an interrupt by its signal, as shells expect, and others after the outer hooks have
-    # printed the traceback.
-    record_failure(INTERRUPTED if is_interrupt else 1)
-
-
-def _choose_timeout(timeout: timedelta | None) -> timedelta:
-    """Return the maximum time that a rank may keep the others waiting. All other time limits derive from it.
-
-    Args:
-        timeout: Value from the user's code; None to use the launcher's setting or the default. Zero means no limit.
-
-    Raises:
-        ConfigError: If code and command line disagree about the timeout.
-    """
-    requested = UNSET if timeout is None else timeout.total_seconds()
-    origin = f"InitProcessGroupKwargs(timeout={timeout!r})"
-    seconds, _ = resolve_run_setting("timeout", requested, DEFAULT_TIMEOUT, code_origin=origin)
-    return timedelta(seconds=seconds) if seconds else NO_TIMEOUT
-
-
-def get_control_link() -> StoreLink | None:
-    """Return the connection to the control plane, or None in a run with a single process.
-
-    The first call opens the connection. Without a launcher, it waits until rank 0 has published the address.
-
-    Raises:
-        ControlPlaneError: If rank 0 does not publish the control plane's address before the timeout.
-        LaunchError: If the control plane cannot be reached.
-    """
-    runtime, state = current(), scope.get_or_create(_Process)
-    if runtime.world_size > 1 and state.link is None:
-        state.link = join_control_plane(state.get_group_store(), state.seal, runtime.timeout)
-    return state.link
-
-
-def has_control_link() -> bool:
-    """Whether there is a connection to the control plane. This function does not open one."""
-    state = scope.get_or_create(_Process)
-    return state.runtime is not None and state.link is not None
-
-
-def _check_promised_device(hardware: Hardware) -> None:
-    """Raise `DeviceUnavailable` if this process's device type differs from the one that the launcher found.
-
-    Without this check the run would continue on another device without an error.
-    """
-    promised = read_promised_device()
-    if promised in (None, hardware.kind):
-        return
-    if promised == CPU.kind:
-        raise DeviceUnavailable(
-            "`headway launch` found no accelerator on this machine and started this process for the CPU, but torch "
-            f"{torch.__version__} finds {hardware.count_devices()} of {hardware.kind} here. Start with "
-            f"HEADWAY_DEVICE={hardware.kind} in the environment, and the launcher counts what torch finds; --cpu computes on the CPU"
-        )
-    names = [name for name in env.copy_variables() if name.endswith("VISIBLE_DEVICES") or name == "ZE_AFFINITY_MASK"]
-    variables = ", ".join(f"{name}={env.get(name)!r}" for name in sorted(names)) or "no variable hides it"
-    raise DeviceUnavailable(
-        f"`headway launch` started this process for a {promised} device, but torch {torch.__version__} finds none ({variables}). "
-        "Check that the driver responds, torch is built for the device and the variables name devices that exist; --cpu runs without"
-    )
-
-
-def _check_num_processes(world_size: int) -> None:
-    allowed = read_requested_num_processes()
-    if allowed is not None and world_size not in allowed:
-        fewest = f"{allowed[0]} to " if len(allowed) > 1 else ""
-        raise LaunchError(
-            f"`headway launch` was asked for {fewest}{allowed[-1]} processes, but this one finds itself in a world of {world_size}; "
-            "start it with `headway launch`, and do not change WORLD_SIZE or unset RANK on the way"
-        )

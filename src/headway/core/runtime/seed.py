@@ -72,17 +72,27 @@ def mix_seed(*parts: int) -> int:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed the random number generators of Python, NumPy and torch.
+    """Seed the random number generators of Python, NumPy and torch, including those of all devices.
+
+    Call it on every rank, before models and loaders are created. Ranks do not communicate.
 
     Args:
-        seed: Seed, 0 or more.
-        device_specific: Whether to give each rank its own seed (seed + rank). The data order stays equal on all ranks.
-            Ranks that share a data shard (tensor parallelism) need equal numbers, so the shard's index is added instead
-            of the rank. The index is known once the Accelerator has been created.
-        deterministic: Whether to also make torch use deterministic algorithms.
+        seed: Seed, 0 or more, equal on all ranks.
+        device_specific: Whether to give each rank its own seed (seed + rank), for example for different dropout masks.
+            The data order stays equal on all ranks. Ranks that share a data shard (tensor parallelism) need equal
+            numbers, so the shard's index is added instead of the rank. The index is known once the Accelerator has been
+            created. Default: False, all ranks get equal numbers.
+        deterministic: Whether to also call `torch.use_deterministic_algorithms(True)`. Operations without a
+            deterministic implementation then raise an error. Default: False.
 
     Raises:
         ConfigError: If the seed is negative or not an integer.
+
+    Example::
+
+        accelerator = Accelerator()
+        set_seed(42)
+        model = build_model()
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"set_seed got {seed!r}; give a whole number, 0 or more")
@@ -136,7 +146,7 @@ def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict
 
     Args:
         rng_types: Any of "python", "numpy", "torch" (host), "device" and "generator".
-        generator: Generator to read if `rng_types` contains "generator".
+        generator: Generator to read if `rng_types` contains "generator". None: its state is left out.
     """
     states: dict[str, Any] = {}
     if "python" in rng_types:
@@ -175,7 +185,7 @@ def write_states(states: dict[str, Any], generator: torch.Generator | None) -> N
 
     Args:
         states: States by name.
-        generator: Generator whose state is restored if `states` contains "generator".
+        generator: Generator whose state is restored if `states` contains "generator". None: that state is ignored.
     """
     if "python" in states:
         random.setstate(states["python"])

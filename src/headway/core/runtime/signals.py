@@ -18,8 +18,8 @@ from typing import Any
 from headway.common import scope
 from headway.errors import StateError
 
-DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are handled by default."""
+DEFAULT = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""Signals that are handled by default: SIGTERM and SIGUSR1. Windows has no SIGUSR1."""
 
 
 class SignalFlags:
@@ -42,9 +42,10 @@ class SignalFlags:
         self.arrival_times: tuple[float, float] | None = None
         self.listeners: list[Callable[[], None]] = []
         self._signals = tuple(signals)
-        self._arrived: set[int] = set()
-        self._previous_handlers: dict[int, Any] = {}
-        self._previous_wakeup_fd = -1
+        self._arrived_signals: set[int] = set()  # numbers of the signals that have arrived
+        self._previous_handlers: dict[int, Any] = {}  # by signal, as `signal.signal` returned them
+        self._previous_wakeup_fd = -1  # as `signal.set_wakeup_fd` returned it; -1 for none
+        # Pair of (socket from which the thread reads, socket to which Python writes); None before `start` and after `stop`.
         self._pipe: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
 
@@ -92,6 +93,11 @@ class SignalFlags:
         self._thread = None
 
     def _restore_handlers(self, default: signal.Handlers) -> None:
+        """Restore the signal handlers that were installed before ours, and the previous wakeup file descriptor.
+
+        Args:
+            default: Handler for signals that had none.
+        """
         for number, previous in self._previous_handlers.items():
             if signal.getsignal(number) != self._call_previous_handler:
                 continue  # other code has installed a handler since, which stays
@@ -110,22 +116,27 @@ class SignalFlags:
     @property
     def lowest_signal(self) -> int | None:
         """Lowest number among the signals that have arrived, or None if none has arrived."""
-        return min(self._arrived, default=None)
+        return min(self._arrived_signals, default=None)
 
     def _call_previous_handler(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.add(number)
+        """Record that a signal has arrived, and call the handler that was installed before ours. This is a signal handler."""
+        self._arrived_signals.add(number)
         previous = self._previous_handlers.get(number)
         if callable(previous):
             previous(number, frame)
 
     def _receive_signals(self, receiver: socket.socket) -> None:
+        """Record signals from the wakeup file descriptor, and call the listeners, as a thread, until the socket is closed.
+
+        A signal is seen here even while the main thread runs C code, in which Python runs no signal handlers.
+        """
         while numbers := receiver.recv(64):
             handled = [number for number in numbers if number in self._signals]
             if handled:
                 now = time.monotonic()
                 first_time = now if self.arrival_times is None else self.arrival_times[0]
                 self.arrival_times = (first_time, now)
-                self._arrived.update(handled)
+                self._arrived_signals.update(handled)
                 self.has_arrived.set()
                 for listener in list(self.listeners):
                     listener()

@@ -75,11 +75,17 @@ LAZY_NAMES = (
     "torch:Tensor._version",
     "torch:Tensor._backward_hooks",
     "torch:Tensor._post_accumulate_grad_hooks",
+    # The tensor of which another tensor is a view. There is no public query.
+    "torch:Tensor._base",
     # fully_shard: unreduced gradients, gathered parameters and the process groups of its collectives. torch's public methods
     # gather and free units, but show neither gradients that wait for the window's end nor what a collective sends.
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
     f"{_STATE}._lazy_init",
     f"{_STATE}._post_forward",
+    # Puts hooks on the outputs of a unit, but not on tensors in objects that are no containers, and not so that they remain on
+    # a view that is changed in place. The second name is the hook.
+    f"{_STATE}._register_pre_backward_hook",
+    f"{_STATE}._pre_backward",
     f"{_STATE}._root_post_backward_final_callback",
     f"{_GROUP}._all_gather_process_group",
     f"{_GROUP}._all_reduce_process_group",

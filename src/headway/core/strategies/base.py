@@ -23,7 +23,8 @@ Transform = Callable[[torch.nn.Module], torch.nn.Module]
 Engine = Callable[..., Any]
 """Callable that runs a prepared model's forward with gradients.
 
-It also runs forwards without gradients if its attribute `serves_evaluation` is true.
+It also runs forwards without gradients if its attribute `serves_evaluation` is true. If it has a method `expose_output`, the
+model's call by the engine returns `expose_output(output)` to the engine, and the engine returns the output itself.
 """
 
 _NO_CONTEXT = nullcontext()
@@ -56,6 +57,7 @@ class Capabilities:
             memory must then join the collectives of its peers with `join_collective`.
         local_training: Whether ranks may train separately for some updates (local SGD). False: each rank has only a
             part of the model, or gradients are summed over the ranks for every batch.
+        splits_calls: Whether each call of a prepared model is split into micro-batches by its rows, as in a pipeline.
     """
 
     several_models: bool = True
@@ -69,6 +71,7 @@ class Capabilities:
     scales_losses: bool = False
     lone_pieces: bool = True
     local_training: bool = True
+    splits_calls: bool = False
 
     def require(self, name: str, strategy: str, remedy: str) -> None:
         """Raise `UnsupportedError` if the strategy lacks a capability. All strategies use the same wording.
@@ -121,6 +124,15 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         self.gradient_divisor = 1
         self._expected_names: Set[str] = frozenset()
 
+    def announce_models(self, models: Iterable[torch.nn.Module]) -> None:
+        """Receive all models of a `prepare()` call, before `setup_model` is called for each of them. Ignored by default.
+
+        Override this method if the setup of one model depends on the others.
+
+        Args:
+            models: Models that `prepare()` was given.
+        """
+
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap or shard a model. `prepare()` calls this once for each model.
 
@@ -154,16 +166,18 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         """
         return ()
 
-    def replace_placeholder(self, placeholder: Placeholder, share: int) -> Any:
-        """Return the optimizer or scheduler that the engine's configuration defines in place of a placeholder.
+    def replace_placeholder(self, placeholder: Placeholder, update_ratio: int) -> Any:
+        """Return the real optimizer or scheduler for a placeholder, as the engine's configuration defines it.
+
+        The default always raises `PrepareError`. Strategies whose engine has such a configuration override it.
 
         Args:
             placeholder: Placeholder that the script has prepared.
-            share: Factor by which this run makes fewer updates than a single process for the same data. The
-                placeholder's `total_num_steps` is divided by it.
+            update_ratio: Number of updates that a single-process run makes on the data of one update of this run. A
+                scheduler's `total_num_steps`, which is given for a single-process run, is divided by it.
 
         Raises:
-            PrepareError: If the strategy's engine has no such configuration.
+            PrepareError: If this strategy has no engine whose configuration defines the object.
         """
         raise PrepareError(
             f"{type(placeholder).__name__} is a placeholder for what {placeholder.defined_by} defines, but this run uses "
@@ -215,6 +229,10 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         """
         return _NO_CONTEXT
 
+    def trains_locally(self) -> bool:
+        """Whether a model is inside `keep_local`, so that the gradients of ranks may differ. Default: False."""
+        return False
+
     def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which neither gradients nor buffers of the model are communicated.
 
@@ -233,6 +251,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         batch: Any,
         weigh: Callable[[Any], float | torch.Tensor] | None,
         reduction: str,
+        split: Callable[[Any, int, int], Any] | None = None,
     ) -> torch.Tensor:
         """Return the loss of a batch, `fn(batch)`, or a placeholder whose value is computed in `backward`.
 
@@ -242,6 +261,8 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
             weigh: Function from the batch, or a micro-batch, to the number of items that its loss covers. If None, the
                 number of rows is used.
             reduction: "mean" over the items, or "sum".
+            split: Function from (batch, start, stop) to these rows of the batch, for a strategy that runs it in
+                micro-batches. None: slice all tensors that have as many rows as the batch.
         """
         return fn(batch)
 
@@ -269,7 +290,8 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         Raises:
             LossError: If the loss is a constant while other ranks wait for this rank's gradients.
         """
-        if loss.is_leaf and self.must_join_backward():
+        # A hook may run the model's backward, as in the cached losses of sentence-transformers (GradCache).
+        if loss.is_leaf and not loss._backward_hooks and self.must_join_backward():
             raise LossError(_CONSTANT_LOSS)
         if precision.scaler is not None:
             loss = precision.scale_loss(loss)
@@ -318,6 +340,17 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
             norm_type: Order of the norm; 2 for the Euclidean norm.
         """
         return torch.nn.utils.get_total_norm(self.get_local_gradients(parameters), norm_type)
+
+    def count_holders(self, parameter: torch.Tensor) -> int:
+        """Return the number of ranks that store each element of this rank's part of a parameter.
+
+        A sum over all ranks of values that are divided by this number counts each element once. 0: this rank has no part, or
+        another rank counts the part. The default implementation returns the number of all ranks.
+
+        Args:
+            parameter: Parameter as this strategy stores it.
+        """
+        return self.everyone.world_size
 
     def clip_gradients(
         self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None

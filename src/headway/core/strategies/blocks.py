@@ -13,6 +13,8 @@ from headway.errors import ConfigError, PrepareError
 
 ORIGINAL_CLASS = "_headway_bare_class"
 """Attribute in which a block whose class was replaced by a subclass keeps its original class."""
+EXTENDED_CLASS = "_headway_extended_class"
+"""Attribute of a class that Headway created from a mixin and a module's class: the module's class."""
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 """Containers whose repeated children count as blocks."""
 _NOT_CALLED = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -73,9 +75,54 @@ def is_selected(name: str, module: torch.nn.Module, selectors: tuple[Any, ...]) 
 
 
 def get_original_class(module: torch.nn.Module) -> type:
-    """Return a module's original class, even if `prepare()` has replaced it by a subclass."""
-    original: type = module.__dict__.get(ORIGINAL_CLASS, type(module))
-    return original
+    """Return a module's original class, even if `prepare()` or torch's `fully_shard` has replaced it by a subclass."""
+    module_class = module.__dict__.get(ORIGINAL_CLASS, type(module))
+    while True:
+        # Headway may extend a class before fully_shard does, and after it.
+        extended_class = get_unsharded_class(vars(module_class).get(EXTENDED_CLASS, module_class))
+        if extended_class is module_class:
+            return module_class
+        module_class = extended_class
+
+
+def get_class_name(module: torch.nn.Module) -> str:
+    """Return the name of a module's original class, for messages: `fully_shard` names its subclasses FSDPLlamaModel, for example."""
+    return get_original_class(module).__name__
+
+
+def get_unsharded_class(module_class: type) -> type:
+    """Return the class that torch's `fully_shard` has extended, or the given class if `fully_shard` did not create it."""
+    return module_class.__bases__[1] if _is_sharded_class(module_class) else module_class
+
+
+def _is_sharded_class(module_class: type) -> bool:
+    """Whether `fully_shard` created the class. Its bases are then FSDPModule and the class that was extended."""
+    # FSDPModule is recognized by its name, because importing torch.distributed.fsdp is slow, and most runs do not shard models.
+    first_base = module_class.__bases__[0]
+    return first_base.__name__ == "FSDPModule" and first_base.__module__.startswith("torch.distributed.")
+
+
+def replace_class(module: torch.nn.Module, new_class: Any) -> None:
+    """Replace a module's class. If `fully_shard` was called on the module, the new class is extended in the same way.
+
+    Args:
+        module: Module to change.
+        new_class: Class of the module without `fully_shard`. Its instances must have the same layout.
+    """
+    current: Any = type(module)
+    module.__class__ = _create_sharded_class(current, new_class) if _is_sharded_class(current) else new_class
+
+
+@cache
+def _create_sharded_class(example: Any, module_class: Any) -> type:
+    """Return the class that `fully_shard` would create for a module's class.
+
+    Args:
+        example: Class that `fully_shard` created for another module.
+        module_class: Class to extend.
+    """
+    namespace = {"__deepcopy__": example.__deepcopy__}  # the only attribute that `fully_shard` adds; it refuses copies
+    return type(f"FSDP{module_class.__name__}", (example.__bases__[0], module_class), namespace)
 
 
 def find_outermost(
@@ -158,5 +205,5 @@ def _create_subclass(mixin: Any, original: Any) -> type:
 
     It is created once for each module class, because the guards of torch.compile compare classes.
     """
-    namespace = {"__module__": original.__module__, "__doc__": original.__doc__}
+    namespace = {"__module__": original.__module__, "__doc__": original.__doc__, EXTENDED_CLASS: original}
     return type(original.__name__, (mixin, original), namespace)

@@ -20,8 +20,6 @@ from headway.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from headway.core.strategies.fully_sharded.mesh import MeshStrategy
-
 
 def choose_strategy(
     resolved: ResolvedLayout, collectives: Collectives, number_format: str = "no", is_deferred: bool = False
@@ -120,9 +118,7 @@ def build_strategy(
         return strategy
     if not layout.is_replicas_only:
         _check_combination(layout, options, number_format, is_deferred)
-        if layout.pp > 1:
-            return _build_pipeline(collectives, options, layout, number_format, device_type)
-        return _build_mesh_strategy(collectives, options, layout, number_format, device_type)
+        return _build_model_parallel(collectives, options, layout, number_format, device_type)
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)
     if collectives.world_size > 1:
@@ -132,6 +128,12 @@ def build_strategy(
 
 def _check_combination(layout: Layout, options: EngineOptions, number_format: str, is_deferred: bool) -> None:
     """Raise an error if a layout with more than plain data parallelism does not support the options of the run.
+
+    Args:
+        layout: Layout of the run.
+        options: Options of the run's engines.
+        number_format: Mixed precision of the run, such as "fp8".
+        is_deferred: Whether gradients are reduced only at the end of a window, as `microbatching="auto"` requires.
 
     Raises:
         UnsupportedError: If the layout does not support automatic micro-batching, float8, or options of sharding and
@@ -147,35 +149,37 @@ def _check_combination(layout: Layout, options: EngineOptions, number_format: st
         _check_pipeline_options(sharding, options.tensor or TensorParallelOptions())
 
 
-def _build_mesh_strategy(
-    collectives: Collectives, options: EngineOptions, layout: Layout, number_format: str, device_type: str | None
-) -> "MeshStrategy":
-    from headway.core.strategies.fully_sharded.mesh import (
-        MeshStrategy,  # imports torch's compiler, which takes one second
-    )
-
-    return MeshStrategy(
-        collectives,
-        layout,
-        options.sharding or ShardingOptions(),
-        number_format=number_format,
-        tensor=options.tensor,
-        context=options.context,
-        float8=options.float8,
-        device_type=device_type,
-    )
-
-
-def _build_pipeline(
+def _build_model_parallel(
     collectives: Collectives, options: EngineOptions, layout: Layout, number_format: str, device_type: str | None
 ) -> Strategy:
-    """Create the strategy of a pipeline. If the layout has axes other than pp and replicas, stages are sharded, too."""
-    stage_strategy = None
-    has_sharded_stages = bool(layout.sizes.keys() - {"pp", "replicate"})
-    if has_sharded_stages:
-        stage_strategy = _build_mesh_strategy(collectives, options, layout, number_format, device_type)
-    create_strategy: Callable[..., Strategy] = extensions.load("strategy", "pp")
-    return create_strategy(collectives, layout, options.pipeline or PipelineOptions(), stage_strategy)
+    """Create the strategy of a layout in which no rank has the full model: shards, a pipeline, or both.
+
+    Args:
+        collectives: Collectives over all ranks.
+        options: Options of the run's engines.
+        layout: Layout of the run.
+        number_format: Mixed precision of the run, such as "bf16" or "no".
+        device_type: Device type of the run, such as "cuda". None: this process's device type.
+    """
+    sharding_strategy: Strategy | None = None
+    if layout.pp == 1 or layout.sizes.keys() - {"pp", "replicate"}:
+        # Imported here, because it imports torch's compiler, which takes one second.
+        from headway.core.strategies.fully_sharded.mesh import MeshStrategy
+
+        sharding_strategy = MeshStrategy(
+            collectives,
+            layout,
+            options.sharding or ShardingOptions(),
+            number_format=number_format,
+            tensor=options.tensor,
+            context=options.context,
+            float8=options.float8,
+            device_type=device_type,
+        )
+        if layout.pp == 1:
+            return sharding_strategy
+    create_pipeline: Callable[..., Strategy] = extensions.load("strategy", "pp")
+    return create_pipeline(collectives, layout, options.pipeline or PipelineOptions(), sharding_strategy)
 
 
 def _check_pipeline_options(sharding: ShardingOptions, tensor: TensorParallelOptions) -> None:
@@ -199,6 +203,11 @@ def _check_pipeline_options(sharding: ShardingOptions, tensor: TensorParallelOpt
 
 def _check_float8(layout: Layout, sharding: ShardingOptions, float8: Float8Options) -> None:
     """Raise an error if float8 does not support the layout, or if the options request an impossible float8 all-gather.
+
+    Args:
+        layout: Layout of the run.
+        sharding: Options of sharding.
+        float8: Options of float8.
 
     Raises:
         UnsupportedError: If the layout has expert or context parallelism, or a pipeline with tensor parallelism. Also if
@@ -228,6 +237,11 @@ def _check_automatic_microbatching(layout: Layout, sharding: ShardingOptions, fl
     """Raise an error if the layout or the options do not support `microbatching="auto"`.
 
     A rank that runs out of memory must be able to join all collectives of its peers, which would otherwise wait forever.
+
+    Args:
+        layout: Layout of the run.
+        sharding: Options of sharding.
+        float8: Options of float8, or None if the run does not use it.
 
     Raises:
         UnsupportedError: If the layout has pipeline, expert, context or tensor parallelism, or no shards. Also if weights

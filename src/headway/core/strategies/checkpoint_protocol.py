@@ -9,6 +9,7 @@ import torch
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded.values import check_initializers, fill_model
 from headway.core.weights.pieces import split_wrappers
+from headway.core.weights.quantization_data import add_quantization_data
 from headway.errors import PrepareError
 
 
@@ -60,13 +61,15 @@ class CheckpointStrategy:
     def free_gathered(self, model: torch.nn.Module) -> None:
         """Free gathered parameters, so that the model's parameters are the sharded ones until the next forward."""
 
-    def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield pairs of (name, tensor) for the model's tensors, one at a time.
+    def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+        """Yield pairs of (name, value) for the entries of the model's state dict, one at a time.
 
-        Names are those of the unwrapped module. Sharded tensors are yielded as DTensors or shards, and are never
-        gathered. Quantized weights of torchao are split into plain tensors.
+        Names are those of the unwrapped module. Values are tensors, except for other objects that `get_extra_state()`
+        returns. Sharded tensors are yielded as DTensors or shards, and are never gathered. A quantized weight of torchao is
+        split into plain tensors. A 4-bit weight of bitsandbytes is followed by its quantization data.
         """
-        yield from split_wrappers(self.unwrap_model(model).state_dict().items())
+        module = self.unwrap_model(model)
+        yield from split_wrappers(add_quantization_data(module, module.state_dict().items()))
 
     def get_part(self, parameter: torch.Tensor) -> Any:
         """Return a parameter as `export_state` yields it: the parameter itself, or this rank's shard."""

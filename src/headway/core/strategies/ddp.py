@@ -22,62 +22,27 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.common import scope, tracebacks
-from headway.common.optional import LazyModule
-from headway.common.text import join_names
 from headway.core.config.torch_kwargs import DDPCommunicationHookType as Hook
 from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
-from headway.core.memory import attempt
 from headway.core.precision.mixed import Precision
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.transferable import is_transferable, make_transferable
-from headway.core.runtime.group import CPU_BACKEND, find_backend
 from headway.core.strategies._torch import broadcast_coalesced
 from headway.core.strategies.base import Engine, Strategy, Transform
+from headway.core.strategies.ddp_errors import describe_frozen, explain_error, make_parameter_error
+from headway.core.strategies.ddp_hooks import register_communication_hook
+from headway.core.strategies.output_tensors import list_hidden_tensors
 from headway.core.strategies.replica import average_gradients
 from headway.core.weights.pieces import iterate_inner_tensors
-from headway.errors import HeadwayError, StateError, UnsupportedError
+from headway.errors import StateError, UnsupportedError
 
 _BUCKET_ORDER_KEY = "rebuilt_per_bucket_param_indices"
 _MIN_RANKS = 3
 """Smallest number of ranks for which the order of the terms affects the rounding of a sum."""
-
-
-def _read_logging_data(engine: DistributedDataParallel) -> dict[str, Any]:
-    return engine._get_ddp_logging_data()  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _does_order_matter(engine: DistributedDataParallel) -> bool:
-    """Whether DDP rebuilds its buckets in the order of the gradients, and this order affects the rounding of sums."""
-    keeps_initial_buckets = engine.find_unused_parameters or engine.static_graph
-    return not keeps_initial_buckets and engine.process_group.size() >= _MIN_RANKS
-
-
-@contextmanager
-def _remove_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Return a context in which the gradient hooks that the script registered on the parameters are removed."""
-    hook_dicts = []
-    for parameter in parameters:
-        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-            if hooks:
-                hook_dicts.append(hooks)
-    copies = [dict(hooks) for hooks in hook_dicts]
-    for hooks in hook_dicts:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, copy in zip(hook_dicts, copies):
-            hooks.update(copy)
-
-
-default_hooks = LazyModule("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
-powerSGD_hook = LazyModule("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")  # noqa: N816  (torch's name)
-
 # torch 2.13 renamed the option.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_FORWARD_SYNC: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
@@ -109,14 +74,44 @@ class Replica:
     must_average: bool = False
 
 
-def explain_error(error: BaseException) -> str:
-    """Return advice to append to a DDP error message, or "" if there is none for this message."""
-    if "Expected to mark a variable ready only once" not in str(error):
-        return ""
-    return (
-        "headway: if the loop calls backward several times for one forward, all of these losses must reach the same parameters under "
-        "ddp. Add the losses, and call accelerator.backward once"
-    )
+@dataclass
+class HiddenTensors:
+    """Tensors inside objects in a model's output that are not containers, such as a `Distribution`.
+
+    DDP's search for unused parameters looks into dataclasses, so it finds the tensors here. As in any dataclass, DDP does
+    not replace these tensors.
+
+    Attributes:
+        tensors: The tensors.
+    """
+
+    tensors: list[torch.Tensor]
+
+
+class ObjectSearchEngine:
+    """Engine for `find_unused_parameters=True` that shows DDP all tensors of the model's output.
+
+    DDP's search looks only into containers. When DDP calls the model, the model returns `expose_output(output)`: the output,
+    paired with tensors inside other objects, such as a distribution. The engine removes this pair again.
+
+    Args:
+        run_forward: Function that calls the model's DDP instance.
+    """
+
+    def __init__(self, run_forward: Engine) -> None:
+        self._run_forward = run_forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward by DDP, and return the model's own output."""
+        output = self._run_forward(*args, **kwargs)
+        is_exposed = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], HiddenTensors)
+        return output[0] if is_exposed else output
+
+    @staticmethod
+    def expose_output(output: Any) -> Any:
+        """Return the model's output as DDP gets it: unchanged, or in a pair with the tensors that DDP does not find itself."""
+        hidden = list_hidden_tensors(output)
+        return (output, HiddenTensors(hidden)) if hidden else output
 
 
 class DDPStrategy(Strategy):
@@ -143,31 +138,7 @@ class DDPStrategy(Strategy):
         super().setup_model(model, transforms)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return None
-        options, device = self._options, next(iter(model.parameters())).device
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # torch's private list of names
-        named = chain(model.named_parameters(), model.named_buffers())
-        tensors = [each for name, each in named if name not in ignored]
-        # torch's own broadcast cannot handle tensors that consist of other tensors, lazy conjugates, and dtypes such as int16
-        # and float8 on gloo.
-        needs_own_broadcast = any(
-            inner is not each or not is_transferable(each)
-            for inner, each in zip(iterate_inner_tensors(tensors), tensors)
-        )
-        if needs_own_broadcast:
-            self.everyone.broadcast_into(list(iterate_inner_tensors(tensors)))
-        engine = DistributedDataParallel(
-            model,
-            init_sync=not needs_own_broadcast,
-            device_ids=None if device.type == "cpu" else [device],
-            dim=options.dim,
-            bucket_cap_mb=options.bucket_cap_mb,
-            find_unused_parameters=options.find_unused_parameters,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
-            process_group=self.everyone.group,
-            **_NO_FORWARD_SYNC,
-        )
-        _register_communication_hook(engine, options)
+        engine = self._wrap_model(model)
         self._replicas[id(model)] = Replica(engine)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._reduced_names.update((id(p), name) for name, p in trained.items())
@@ -184,12 +155,54 @@ class DDPStrategy(Strategy):
             try:
                 return replica.engine(*args, **kwargs)
             except RuntimeError as error:
-                better_error = _make_parameter_error(error, model, trained, self._options.find_unused_parameters)
+                better_error = make_parameter_error(error, model, trained, self._options.find_unused_parameters)
                 if better_error is None:
                     raise
                 raise better_error from None
 
-        return run_forward
+        return ObjectSearchEngine(run_forward) if self._options.find_unused_parameters else run_forward
+
+    def _wrap_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        """Create a model's DDP instance, which broadcasts rank 0's values, and register the communication hook.
+
+        Raises:
+            UnsupportedError: If the backend does not support the requested communication hook.
+        """
+        options, device = self._options, next(iter(model.parameters())).device
+        needs_own_broadcast = self._broadcast_unusual_tensors(model)
+        engine = DistributedDataParallel(
+            model,
+            init_sync=not needs_own_broadcast,
+            device_ids=None if device.type == "cpu" else [device],
+            dim=options.dim,
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            process_group=self.everyone.group,
+            **_NO_FORWARD_SYNC,
+        )
+        register_communication_hook(engine, options)
+        return engine
+
+    def _broadcast_unusual_tensors(self, model: torch.nn.Module) -> bool:
+        """Broadcast rank 0's values if DDP's own broadcast does not support a tensor of the model.
+
+        It does not support tensors that consist of other tensors, lazy conjugates, and dtypes such as int16 and float8
+        on gloo.
+
+        Returns:
+            Whether all values were broadcast. If False, DDP broadcasts them.
+        """
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # torch's private list of names
+        named = chain(model.named_parameters(), model.named_buffers())
+        tensors = [each for name, each in named if name not in ignored]
+        # Without wrappers, both lists are equal. The first wrapper ends the comparison.
+        inner_tensors = list(iterate_inner_tensors(tensors))
+        is_unusual = any(inner is not each or not is_transferable(each) for inner, each in zip(inner_tensors, tensors))
+        if is_unusual:
+            self.everyone.broadcast_into(inner_tensors)
+        return is_unusual
 
     def micro_batch_context(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """Return DDP's no_sync context if `sync` is False, else a context without effect.
@@ -207,6 +220,10 @@ class DDPStrategy(Strategy):
             replica.has_learned_graph = True
             return nullcontext()
         return replica.engine.no_sync()
+
+    def trains_locally(self) -> bool:
+        """Whether a model is inside `keep_local`, so that the gradients of ranks may differ."""
+        return any(each.trains_locally for each in self._replicas.values())
 
     @contextmanager
     def keep_local(self, model: torch.nn.Module) -> Iterator[None]:
@@ -261,7 +278,17 @@ class DDPStrategy(Strategy):
         )
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
-        """Run backward, and record the models whose gradients DDP did not reduce during this backward."""
+        """Run backward, and record the models whose gradients DDP did not reduce during this backward.
+
+        Args:
+            loss: Loss of the micro-batch.
+            factor: Factor for the gradient.
+            precision: Precision of the run, which scales the loss if it has a gradient scaler.
+            **kwargs: Further arguments of `torch.autograd.backward`.
+
+        Raises:
+            LossError: If the loss is a constant while other ranks wait for this rank's gradients.
+        """
         super().backward(loss, factor, precision, **kwargs)
         for each in self._replicas.values():
             if each.is_reducer_waiting:
@@ -311,7 +338,12 @@ class DDPStrategy(Strategy):
     def step_optimizer(
         self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
     ) -> bool:
-        """Step the optimizer. Raise an error if DDP has not reduced all gradients.
+        """Step the optimizer, after checking that DDP has reduced all gradients. Return False if fp16's scaler skipped the update.
+
+        Args:
+            optimizer: torch's own optimizer.
+            precision: Precision of the run. Its gradient scaler can skip the step.
+            closure: Closure as for a torch optimizer, or None.
 
         Raises:
             StateError: If parameters were unfrozen after prepare(), or frozen although DDP waits for their gradients.
@@ -327,7 +359,7 @@ class DDPStrategy(Strategy):
                 if not is_reduced and p.requires_grad and p.grad is not None:
                     added.append(p)
         if frozen_names and not self._options.find_unused_parameters:
-            raise StateError(_describe_frozen(type(optimizer).__name__, frozen_names))
+            raise StateError(describe_frozen(type(optimizer).__name__, frozen_names))
         if added:
             shapes = ", ".join(str(tuple(p.shape)) for p in added[:3])
             raise StateError(
@@ -351,7 +383,7 @@ class DDPStrategy(Strategy):
                 continue
             module = replica.engine.module
             trained = {name: p for name, p in module.named_parameters() if id(p) in self._reduced_names}
-            better_error = _make_parameter_error(error, module, trained, self._options.find_unused_parameters)
+            better_error = make_parameter_error(error, module, trained, self._options.find_unused_parameters)
             if better_error is not None:
                 raise better_error
 
@@ -416,85 +448,29 @@ def _find_unfinished_reduction(engine: DistributedDataParallel) -> RuntimeError 
     return None
 
 
-def _register_communication_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
-    if options.comm_hook is Hook.NO:
-        # DDP's own reduction, unless an attempt at a batch size is in progress.
-        if attempt.is_attempt_in_progress():
-            engine.register_comm_hook(engine.process_group, attempt.delay_reductions(default_hooks.allreduce_hook))
-        return
-    check_communication_hook(options, next(iter(engine.module.parameters())).device, engine.process_group)
-    hooks: dict[Hook, Callable[..., Any]] = {
-        Hook.FP16: default_hooks.fp16_compress_hook,
-        Hook.BF16: default_hooks.bf16_compress_hook,
-        Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-    }
-    wrappers = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}
-    hook, state = hooks[options.comm_hook], None
-    if options.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
-        state = powerSGD_hook.PowerSGDState(engine.process_group, **options.comm_state_option)
-    if options.comm_wrapper in wrappers:
-        hook = wrappers[options.comm_wrapper](hook)
-    engine.register_comm_hook(state, attempt.delay_reductions(hook))
+def _does_order_matter(engine: DistributedDataParallel) -> bool:
+    """Whether DDP rebuilds its buckets in the order of the gradients, and this order affects the rounding of sums."""
+    keeps_initial_buckets = engine.find_unused_parameters or engine.static_graph
+    return not keeps_initial_buckets and engine.process_group.size() >= _MIN_RANKS
 
 
-def check_communication_hook(
-    options: DistributedDataParallelKwargs, device: torch.device, group: dist.ProcessGroup
-) -> None:
-    """Raise an error if the backend for this device does not support the communication hook.
-
-    Raises:
-        UnsupportedError: If the bf16 hook is used with gloo.
-    """
-    is_bf16 = Hook.BF16 in (options.comm_hook, options.comm_wrapper)
-    if is_bf16 and find_backend(device, group) == CPU_BACKEND:
-        raise UnsupportedError("the bf16 communication hook needs NCCL; on gloo use comm_hook='fp16' or 'power_sgd'")
+def _read_logging_data(engine: DistributedDataParallel) -> dict[str, Any]:
+    return engine._get_ddp_logging_data()  # type: ignore[no-untyped-call, no-any-return]
 
 
-_UNUSED = (
-    "Every rank must give every parameter a gradient: use them, freeze them with requires_grad_(False), or pass "
-    "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]. If another loss of the update uses them, add "
-    "the losses and call backward() once"
-)
-_NOT_FOUND_IN_OUTPUT = (
-    "find_unused_parameters=True does not help here, because the model's output depends on them, but this loss does not, such as a "
-    "gradient penalty. Add all losses of the update, and call backward() once"
-)
-
-
-def _describe_frozen(owner: str, names: list[str]) -> str:
-    return (
-        f"{len(names)} parameters of {owner} ({join_names(names)}) were frozen after prepare(): DDP waits for "
-        "their gradients, and did not reduce those of the others. Freeze before prepare(), or pass "
-        "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
-    )
-
-
-def _make_parameter_error(
-    error: RuntimeError, model: torch.nn.Module, trained: dict[str, torch.nn.Parameter], searches_unused: bool
-) -> HeadwayError | None:
-    """Return an error that names the parameters, to replace torch's error about an unfinished reduction.
-
-    Return None if torch's error is about anything else, or if the parameters cannot be identified.
-
-    Args:
-        error: torch's error.
-        model: User's model.
-        trained: Parameters that DDP reduces, by name.
-        searches_unused: Whether DDP searches each forward's output for parameters on which it does not depend.
-    """
-    text = str(error)
-    if "finished reduction in the prior iteration" not in text:
-        return None
-    found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", text)
-    all_names = list(trained)
-    names = [all_names[int(index)] for index in found[1].split() if int(index) < len(all_names)] if found else []
-    frozen = [name for name in names or all_names if not trained[name].requires_grad]
-    if frozen:
-        return StateError(_describe_frozen(type(model).__name__, frozen))
-    if not names:
-        return None
-    return UnsupportedError(
-        f"these parameters of {type(model).__name__} took no part in the last loss: {', '.join(names)}. "
-        + (_NOT_FOUND_IN_OUTPUT if searches_unused else _UNUSED)
-    )
+@contextmanager
+def _remove_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Return a context in which the gradient hooks that the script registered on the parameters are removed."""
+    hook_dicts = []
+    for parameter in parameters:
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            if hooks:
+                hook_dicts.append(hooks)
+    copies = [dict(hooks) for hooks in hook_dicts]
+    for hooks in hook_dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, copy in zip(hook_dicts, copies):
+            hooks.update(copy)

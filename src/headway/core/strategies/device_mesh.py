@@ -38,19 +38,45 @@ def build_mesh(device_type: str, layout: Layout) -> LayoutMesh:
     # torch treats submeshes of two meshes as equal if names and ranks agree. Its cached results of operators could then refer
     # to an earlier mesh, with other axes around it or with process groups that have ended.
     clear_sharding_cache()
-    sizes = {axis: layout.sizes[axis] for axis in layout.sizes}
+    sizes = dict(layout.sizes)
     shards: list[str] = [axis for axis in ("shard", "cp", "ep") if axis in sizes]
     if "replicate" in sizes and not shards:
         # fully_shard needs a shard axis in addition to the one along which it replicates, even with only one rank.
         sizes = {a: getattr(layout, a) for a in ("pp", "replicate", "shard", "cp", "tp") if a in sizes or a == "shard"}
         shards = ["shard"]
-    replicas = [axis for axis in sizes if axis == "replicate"]
     if len(shards) < 2 and layout.ep == 1:
-        mesh = device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        sharding_mesh = mesh[tuple(replicas + shards)] if shards else None
-        return LayoutMesh(mesh, sharding_mesh, None)
-    # fully_shard needs a single axis along which it shards. So create one axis for all of them, such as "shard_cp_ep", and
-    # unflatten it. Experts are sharded along "shard", even if it has only one rank.
+        return _build_plain_mesh(device_type, sizes, shards)
+    return _build_mesh_of_several_shard_axes(device_type, layout, sizes, shards)
+
+
+def _build_plain_mesh(device_type: str, sizes: dict[str, int], shards: list[str]) -> LayoutMesh:
+    """Create a device mesh in which parameters are sharded along at most one axis.
+
+    Args:
+        device_type: Device type, such as "cuda".
+        sizes: Number of ranks along each axis, outermost first.
+        shards: Name of the axis along which parameters are sharded, or empty.
+    """
+    mesh = device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    sharding_axes = tuple(axis for axis in sizes if axis == "replicate") + tuple(shards)
+    return LayoutMesh(mesh, mesh[sharding_axes] if shards else None, None)
+
+
+def _build_mesh_of_several_shard_axes(
+    device_type: str, layout: Layout, sizes: dict[str, int], shards: list[str]
+) -> LayoutMesh:
+    """Create a device mesh in which parameters are sharded along several axes, such as "shard" and "cp".
+
+    fully_shard needs a single axis along which it shards. So create one axis for all of them, such as "shard_cp_ep", and
+    unflatten it. Experts are sharded along "shard", even if it has only one rank.
+
+    Args:
+        device_type: Device type, such as "cuda".
+        layout: Number of ranks along each axis.
+        sizes: Number of ranks along each axis that the mesh has, outermost first.
+        shards: Names of the axes along which parameters are sharded.
+    """
+    replicas = [axis for axis in sizes if axis == "replicate"]
     names = [axis for axis in sizes if axis not in shards]
     position = names.index("tp") if "tp" in names else len(names)
     flat_axis = "_".join(dict.fromkeys(("shard", *shards)))

@@ -112,6 +112,11 @@ class ReplayStrategy:
         self._find_collectives(step).join_with_neutral_values(step)
 
     def _find_collectives(self, step: RecordedCollective) -> Collectives:
+        """Return the collectives of the group that a recorded exchange used.
+
+        Raises:
+            CollectiveError: If the group is neither `everyone` nor `data_group`.
+        """
         for group in (self.everyone, self.data_group):
             if group.log_name == step.group:
                 return group

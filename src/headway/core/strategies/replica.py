@@ -15,7 +15,8 @@ from headway.core.precision.mixed import Precision
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.transferable import make_transferable
 from headway.core.strategies._torch import foreach_copy_, foreach_div_
-from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
+from headway.core.strategies.base import Capabilities, Strategy, Transform
+from headway.core.strategies.fully_sharded import dtensors
 from headway.errors import PrepareError, UnsupportedError
 
 _DIRECT_BYTES = 1 << 20
@@ -44,8 +45,9 @@ class ReplicaStrategy(Strategy):
         super().__init__(collectives)
         self.gradient_divisor = collectives.world_size
         self._broadcasts_buffers = options.broadcast_buffers
-        self._buckets: dict[str, _CachedBuckets] = {}
+        self._buckets: dict[str, _CachedBuckets] = {}  # by the name of the exchange: "gradients" or "buffers"
         self._models: list[torch.nn.Module] = []
+        # Whether this rank has a gradient for each parameter, as of the last `prepare_reduction`.
         self._has_gradient: list[bool] = []
         hooks = (options.comm_hook, options.comm_wrapper)
         if any(hook is not DDPCommunicationHookType.NO for hook in hooks):
@@ -54,7 +56,7 @@ class ReplicaStrategy(Strategy):
                 "and comm_wrapper out, or microbatching off"
             )
 
-    def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
+    def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> None:
         """Apply the transforms, and broadcast rank 0's values to all ranks.
 
         Raises:
@@ -72,10 +74,16 @@ class ReplicaStrategy(Strategy):
             # Broadcast in place: a second copy of the model may not fit.
             self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
         self._models.append(model)
-        return None
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
-        """Run backward. Gradients are scaled so that their sum over the ranks is the average."""
+        """Run backward. Gradients are scaled so that their sum over the ranks is the average.
+
+        Args:
+            loss: Loss of the micro-batch.
+            factor: Factor for the gradient.
+            precision: Precision of the run, which scales the loss if it has a gradient scaler.
+            **kwargs: Further arguments of `torch.autograd.backward`.
+        """
         super().backward(loss, factor / self.data_shard.count, precision, **kwargs)
 
     def list_replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -127,6 +135,7 @@ class ReplicaStrategy(Strategy):
             self._exchange_buckets("buffers", self._list_buffers(), self.everyone.broadcast_in_place)
 
     def _list_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers of models in training mode that are broadcast, in a form that all backends can transfer."""
         if not self._broadcasts_buffers:
             return []
         models = (model for model in self._models if model.training)
@@ -147,6 +156,14 @@ class ReplicaStrategy(Strategy):
         exchange: Callable[[list[torch.Tensor]], None],
         unused: Container[int] = (),
     ) -> None:
+        """Pack tensors into buckets, exchange the buckets, and copy the results back into the tensors.
+
+        Args:
+            name: Name of the exchange, under which buckets are kept for the next one.
+            tensors: Tensors of this rank.
+            exchange: Function that changes the buckets in place, such as a broadcast.
+            unused: IDs of tensors that no rank needs, so that they need not be sent. Default: (), none.
+        """
         if tensors:
             buckets = self._get_buckets(name, tensors)
             exchange(buckets.pack(tensors, unused))
@@ -246,6 +263,12 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: Collectiv
     """Average gradients over the ranks of a group, in place. All ranks must call this.
 
     A rank without a gradient for a parameter contributes zeros. If no rank has one, the parameter's `grad` stays None.
+    The average of gradients that are equal on all ranks is the same gradient, so gradients can be averaged repeatedly.
+
+    Args:
+        parameters: Different parameters, of which each rank of the group has all elements. They can be replicated
+            DTensors.
+        group: Collectives over the ranks.
     """
     flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
     group.sum_in_place([flags])
@@ -253,7 +276,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: Collectiv
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    grads = [parameter.grad for parameter in used if parameter.grad is not None]
+    grads = dtensors.get_local_gradients(used)
     if grads:
         foreach_div_(grads, group.world_size)
         buckets = GradientBuckets(grads)

@@ -28,8 +28,11 @@ class ReplacedParameters:
 
     def __init__(self, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
         self._models = models
+        # Pairs of (original parameter, shard), by the ID of the original.
         self._replacements: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self._gathered: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        # Pairs of (gathered parameter, FSDP's record of it), by the ID of the gathered parameter.
+        self._records_by_gathered: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        # Numbers of gathered parameters that were found, and of FSDP's records; -1 before the first search.
         self._num_gathered = -1
         self._num_records = 0
 
@@ -39,7 +42,7 @@ class ReplacedParameters:
 
     def forget_gathered(self) -> None:
         """Discard the mapping of gathered parameters, because the strategy's models have changed."""
-        self._gathered.clear()
+        self._records_by_gathered.clear()
         self._num_gathered = -1
 
     def forget_released(self) -> None:
@@ -62,10 +65,10 @@ class ReplacedParameters:
                 return shard
         if is_dtensor(parameter):
             return parameter
-        entry = self._gathered.get(id(parameter))
+        entry = self._records_by_gathered.get(id(parameter))
         if entry is None and self._num_gathered < self._num_records:
             self._record_gathered()  # a gathered parameter exists from its first gather on
-            entry = self._gathered.get(id(parameter))
+            entry = self._records_by_gathered.get(id(parameter))
         if entry is None:
             return parameter
         gathered, record = entry
@@ -76,13 +79,13 @@ class ReplacedParameters:
 
         Gradient clipping and optimizer steps then find its shard.
         """
-        self._gathered.clear()
+        self._records_by_gathered.clear()
         records = [record for model in self._models() for record in fsdp_state.iterate_records(model)]
         for record in records:
             gathered = fsdp_state.get_gathered_parameter(record)
             if gathered is not None:
-                self._gathered[id(gathered)] = weakref.ref(gathered), record
-        self._num_gathered = len(self._gathered)
+                self._records_by_gathered[id(gathered)] = weakref.ref(gathered), record
+        self._num_gathered = len(self._records_by_gathered)
         self._num_records = len(records)
 
 

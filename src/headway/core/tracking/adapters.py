@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 from headway.common.optional import require
 from headway.core.tracking.base import TrackedRun, Tracker
 from headway.core.tracking.pictures import Picture, convert_images, drop_gray_axis, number_images
-from headway.log import get_logger
-
-log = get_logger(__name__)
 
 
 class PackageAdapter(Tracker):
@@ -45,7 +42,7 @@ class PackageAdapter(Tracker):
     def __init__(self, **kwargs: Any) -> None:
         self._package: Any = require(self.name, f"log_with={self.name!r} needs", self.requirement or self.name)
         self._kwargs = kwargs
-        self._run: Any = None
+        self._run: Any = None  # run object of the package; None before `begin`
         self._is_own = True  # whether this tracker, not the script, started the package's run
 
     @property
@@ -89,17 +86,32 @@ class PackageAdapter(Tracker):
             self._log_image(name, suffix, image, step, **kwargs)
 
     def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
-        """Log one number or string. Subclasses must define this method, or override `log`."""
+        """Log one number or string. Subclasses must define this method, or override `log`.
+
+        Args:
+            name: Name of the value.
+            value: Number or string.
+            step: Step of the run. None: the package chooses it.
+            **kwargs: Passed to the package's method.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define _log_value(name, value, step), or override log")
 
     def _log_image(self, name: str, suffix: str, image: Picture, step: int | None, **kwargs: Any) -> None:
-        """Log one image. Subclasses must define this method, or override `log_images`."""
+        """Log one image. Subclasses must define this method, or override `log_images`.
+
+        Args:
+            name: Name under which the script logs the image.
+            suffix: Text that distinguishes several images of one name, such as "/0". "" for a single image.
+            image: Array of shape [H, W, C] and dtype uint8.
+            step: Step of the run. None: the package chooses it.
+            **kwargs: Passed to the package's method.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define _log_image(...), or override log_images")
 
     def finish(self) -> None:
         """End the run with the package's own method, which may wait for uploads.
 
-        MLflow's and ClearML's runs are not ended if the script started them itself.
+        A run that the script started itself, as is possible with MLflow and ClearML, is not ended.
         """
         if self._is_own:
             getattr(self._run, self.end_method)()

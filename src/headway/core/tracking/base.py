@@ -10,13 +10,13 @@ from headway.common import env
 from headway.core.config.string_enums import StringEnum
 from headway.core.runtime import process
 from headway.core.tracking.pictures import Picture
-from headway.log import get_logger
-
-log = get_logger(__name__)
 
 
 class LoggerType(StringEnum):
-    """Names of trackers for `Accelerator(log_with=...)`. Plain strings with these values are accepted too."""
+    """Names of trackers for `Accelerator(log_with=...)`, such as `LoggerType.TENSORBOARD`.
+
+    The strings, such as "tensorboard", are accepted, too. ALL selects the trackers whose packages are installed.
+    """
 
     ALL = "all"
     AIM = "aim"
@@ -55,19 +55,33 @@ class Tracker:
 
     A subclass must define `name`, `store_init_configuration` and `log`. Everything else has a default. An exception in
     a tracker is logged as a warning and never reaches the training loop. After three failures in a row the tracker is
-    no longer called.
+    no longer called. `GeneralTracker` is another name of this class.
+
+    Example::
+
+        class PrintTracker(Tracker):
+            name = "print"
+
+            def store_init_configuration(self, values):
+                print(values)
+
+            def log(self, values, step=None, **kwargs):
+                print(step, values)
+
+        accelerator = Accelerator(log_with=PrintTracker())
 
     Attributes:
         name: Name of the tracker for `get_tracker`.
         requires_logging_directory: Whether the tracker writes files, so that the Accelerator needs a `project_dir` or
-            `logging_dir`.
-        main_process_only: Whether the tracker exists on rank 0 only, instead of on every rank.
+            `logging_dir`. Default: False.
+        main_process_only: Whether the tracker is called on rank 0 only. False: every rank calls its own tracker.
+            Default: True.
         holds_back: Maximum number of seconds for which the package buffers values, even after `flush`. These values are
             lost if the process is killed. If the run then continues, the values of the last `holds_back` seconds are
-            logged again.
+            logged again. Default: 0.
         takes: Values that `log` accepts. "numbers": numbers and strings. "objects": in addition, objects of any type.
             "given": the values exactly as the script passes them, including nested mappings, tensors and None. The step
-            is then None if the script passes none.
+            is then None if the script passes none. Default: "objects".
     """
 
     name: str
@@ -98,7 +112,7 @@ class Tracker:
         self.start()
 
     def start(self) -> None:
-        """Start a run.
+        """Start a run. `Accelerator.init_trackers` calls it through `begin`. The default does nothing.
 
         Override this instead of `begin` if the tracker does not need the run's name, folder and identity.
         """
@@ -158,6 +172,9 @@ class Tracker:
         """Discard values logged for steps after `step`, because the run was resumed at that step.
 
         The default does nothing.
+
+        Args:
+            step: Number of optimizer updates of the checkpoint that was loaded.
         """
 
     def flush(self) -> None:
@@ -190,9 +207,13 @@ GeneralTracker = Tracker
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a tracker's method so that it runs on rank 0 only, and returns None on other ranks.
+    """Decorate a method of a `Tracker` so that it runs on rank 0 only, and returns None on other ranks.
 
-    The decorator has an effect only if the tracker's `main_process_only` is True.
+    The decorator has an effect only if the tracker's `main_process_only` is True. For other functions, use
+    `Accelerator.on_main_process`.
+
+    Args:
+        function: Method of a tracker.
     """
 
     @wraps(function)
@@ -205,6 +226,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_main() -> bool:
+    """Whether this is rank 0, also after the process group has ended."""
     # Trackers end after the process group. process.current() would start a new one, and wait for the other ranks
     # forever.
     return process.current().is_main_process if process.is_started() else env.get_rank() == 0

@@ -2,27 +2,31 @@
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from headway.core.runtime.seed import preserve_rng_states
 from headway.core.tracking.base import TAKES, TrackedRun, Tracker
+from headway.core.tracking.pictures import Picture
 from headway.core.tracking.selection import Choice
 from headway.errors import ConfigError
 from headway.log import get_logger
 
 log = get_logger(__name__)
-NUM_FAILURES = 3
+MAX_FAILURES = 3
 """Number of failures in a row after which a tracker is not called any more."""
-SLOW_CALL = 1.0
+SLOW_CALL_SECONDS = 1.0
 """Seconds after which the call of a `log` method causes a warning."""
-SLOW_FINISH = 15.0
+SLOW_FINISH_SECONDS = 15.0
 """Seconds after which the call of `finish` causes a warning."""
 
 
 class GuardedTracker:
     """Wrapper that catches the exceptions of a tracker, and stops calling it after three failures in a row.
+
+    A tracker that cannot be created, or cannot start a run, is never called again.
 
     Args:
         name: Name of the tracker.
@@ -30,6 +34,7 @@ class GuardedTracker:
             (always None here), and details. Only a weak reference to its object is kept.
 
     Attributes:
+        name: Name of the tracker.
         tracker: The tracker; None before `build`, or if it could not be created.
         is_dropped: Whether the tracker is not called any more, because it has failed.
     """
@@ -39,8 +44,8 @@ class GuardedTracker:
         self.tracker: Tracker | None = None
         self.is_dropped = False
         self._report = weakref.WeakMethod(report)
-        self._num_failures = 0
-        self._is_warned = False
+        self._num_failures = 0  # in a row
+        self._is_warned = False  # whether a failure has been logged
 
     def build(self, choice: Choice, init_kwargs: Mapping[str, Any]) -> None:
         """Create the tracker with a factory, or use the user's instance.
@@ -77,7 +82,7 @@ class GuardedTracker:
             self._call_guarded("begin", lambda: self.tracker.begin(run), is_fatal=True)  # type: ignore[union-attr]
 
     def read_identity(self) -> dict[str, Any] | None:
-        """Return the tracker's identity. Return None if it has none, cannot be read, or the tracker is not used."""
+        """Return the tracker's identity. Return None if it has none, if reading it fails, or if the tracker is not used."""
         identity: dict[str, Any] | None = None
 
         def read() -> None:
@@ -88,23 +93,74 @@ class GuardedTracker:
             self._call_guarded("identity", read)
         return identity
 
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> None:
-        """Call a method of the tracker, and catch its exceptions.
+    # ---------------------------------------------------------------- methods of the tracker
+    # Parameters are positional-only, so that an entry of `log_kwargs` with such a name is an error of the tracker's method.
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration of the run, as `Tracker.store_init_configuration` does."""
+        self._call("store_init_configuration", lambda tracker: tracker.store_init_configuration(values))
+
+    def log(self, values: dict[str, Any], /, **kwargs: Any) -> None:
+        """Log the values of one step, as `Tracker.log` does.
+
+        Args:
+            values: Values by name.
+            kwargs: `step`, and the entry of this tracker in `log_kwargs`.
+        """
+        self._call("log", lambda tracker: tracker.log(values, **kwargs))
+
+    def log_images(self, values: Mapping[str, Sequence[Picture]], /, **kwargs: Any) -> None:
+        """Log the images of one step, as `Tracker.log_images` does.
+
+        Args:
+            values: Sequence of images for each name.
+            kwargs: `step`, and the entry of this tracker in `log_kwargs`.
+        """
+        self._call("log_images", lambda tracker: tracker.log_images(values, **kwargs))
+
+    def log_artifact(self, path: Path, name: str, /, **kwargs: Any) -> None:
+        """Log a file or a folder, as `Tracker.log_artifact` does.
+
+        Args:
+            path: Path of the file or folder.
+            name: Name of the artifact.
+            kwargs: `step`, and the entry of this tracker in `log_kwargs`.
+        """
+        self._call("log_artifact", lambda tracker: tracker.log_artifact(path, name, **kwargs))
+
+    def log_event(self, name: str, details: Mapping[str, Any], step: int) -> None:
+        """Log a run event, as `Tracker.log_event` does."""
+        self._call("log_event", lambda tracker: tracker.log_event(name, details, step=step))
+
+    def rewind(self, step: int) -> None:
+        """Discard values of later steps, as `Tracker.rewind` does."""
+        self._call("rewind", lambda tracker: tracker.rewind(step))
+
+    def flush(self) -> None:
+        """Write buffered values to disk, as `Tracker.flush` does."""
+        self._call("flush", lambda tracker: tracker.flush())
+
+    def finish(self) -> None:
+        """End the run, as `Tracker.finish` does."""
+        self._call("finish", lambda tracker: tracker.finish())
+
+    def _call(self, method: str, function: Callable[[Tracker], object]) -> None:
+        """Call a function with the tracker, and catch its exceptions.
 
         Do nothing if the tracker could not be created, or was dropped after earlier failures. If calls of its `log`
         methods take longer than 1 s, a warning is issued once per method.
 
         Args:
-            method: Name of the method.
-            args: Positional arguments for the method.
-            kwargs: Keyword arguments for the method.
+            method: Name of the tracker's method that the function calls, for messages.
+            function: Function to call.
         """
-        if not self.is_used:
+        tracker = self.tracker
+        if tracker is None or self.is_dropped:
             return
         start = time.monotonic()
-        self._call_guarded(method, lambda: getattr(self.tracker, method)(*args, **kwargs))
+        self._call_guarded(method, lambda: function(tracker))
         seconds = time.monotonic() - start
-        if seconds > SLOW_CALL and method.startswith("log"):
+        if seconds > SLOW_CALL_SECONDS and method.startswith("log"):
             log.warning_once("the tracker %s is slow: training waits for it in %s()", self.name, method)
 
     def _call_guarded(self, method: str, function: Callable[[], Any], is_fatal: bool = False) -> None:
@@ -127,9 +183,16 @@ class GuardedTracker:
             self._num_failures = 0
 
     def _count_failure(self, method: str, error: Exception, is_fatal: bool) -> None:
+        """Count a failed call, log the first one, and stop using the tracker after a fatal error or `MAX_FAILURES` failures.
+
+        Args:
+            method: Name of the tracker's method.
+            error: Error that it raised.
+            is_fatal: Whether the tracker cannot be used after this error.
+        """
         text = f"{type(error).__name__}: {error}"
         self._num_failures += 1
-        self.is_dropped = is_fatal or self._num_failures >= NUM_FAILURES
+        self.is_dropped = is_fatal or self._num_failures >= MAX_FAILURES
         if not self._is_warned or self.is_dropped:
             outcome = "is used no more" if self.is_dropped else "failed"
             message_args = self.name, outcome, text[:1000], method

@@ -10,11 +10,11 @@ from typing import Any
 from headway.core.tracking.adapters import PackageAdapter, RowAdapter
 from headway.core.tracking.base import TrackedRun
 from headway.core.tracking.pictures import (
+    ImageFileNames,
     Picture,
     convert_images,
     convert_to_color,
     drop_gray_axis,
-    make_file_name,
     number_images,
     write_png,
 )
@@ -108,6 +108,7 @@ class MLflowAdapter(PackageAdapter):
         self._uri = tracking_uri
         self._experiment = experiment_name
         self._run_id = run_id
+        self._image_file_names = ImageFileNames()
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or continue the one that `run.identity` identifies.
@@ -165,6 +166,7 @@ class MLflowAdapter(PackageAdapter):
             self._set_tags(texts)
 
     def _set_tags(self, texts: Mapping[str, str]) -> None:
+        """Set tags of this tracker's own run."""
         # mlflow.set_tags() would set them in the active run, which can be a nested one, or start a run if none is active.
         tags = [self._package.entities.RunTag(name, text) for name, text in texts.items()]
         self._package.MlflowClient().log_batch(self._run.info.run_id, tags=tags)
@@ -180,7 +182,7 @@ class MLflowAdapter(PackageAdapter):
         """
         with tempfile.TemporaryDirectory() as folder:
             for name, suffix, image in number_images(values):
-                write_png(Path(folder, make_file_name(name, suffix, step)), image)
+                write_png(Path(folder, self._image_file_names.choose(name, suffix, step)), image)
             self._package.log_artifacts(folder, "images", run_id=self._run.info.run_id)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
@@ -290,6 +292,7 @@ class DVCLiveAdapter(PackageAdapter):
     def __init__(self, live: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._script_live = self._run = live
+        self._image_file_names = ImageFileNames()
 
     @property
     def identity(self) -> dict[str, Any] | None:
@@ -336,7 +339,7 @@ class DVCLiveAdapter(PackageAdapter):
 
     def _log_image(self, name: str, suffix: str, image: Picture, step: int | None, **kwargs: Any) -> None:
         """Write an image to `plots/images`, with the step in the file name."""
-        self._run.log_image(make_file_name(name, suffix, step), drop_gray_axis(image), **kwargs)
+        self._run.log_image(self._image_file_names.choose(name, suffix, step), drop_gray_axis(image), **kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
         """Log a file or a folder, which DVC tracks. Without a DVC repository it is not tracked, and DVCLive warns.

@@ -32,26 +32,28 @@ _INTERRUPTED_TIMEOUT = 1.0
 class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     """Iterable that loops over the items of another iterable and shows the progress, as `tqdm` does.
 
-    It shows the number of items, values, rates, memory and the remaining time.
+    It shows the number of items, values, rates, memory and the remaining time: as a live bar in a terminal or notebook,
+    else as lines of text. Use it on every rank; only one rank shows it, and no rank waits.
+
+    Args:
+        iterable: Iterable to loop over, such as a prepared loader.
+        description: Text at the start of the line. Default: "".
+        total: Total number of items, including those before a resume. None (the default): the length of the iterable,
+            if it has one.
+        initial: Number of items that were done before a resume. None (the default): the position of a resumed prepared
+            loader, else 0.
+        main_process_only: Whether only rank 0 shows progress. False: the first process of each machine does. Default:
+            True.
+        interval: Seconds between lines of text if the output is not a terminal. Default: 10.
+        file: File to write to. None (the default): standard error.
 
     Example::
 
         bar = track(loader, description="epoch 0")
         for inputs, targets in bar:
-            ...
+            loss = loss_fn(model(inputs), targets)
             bar.show(loss=loss)
             bar.add(tokens=targets.numel())
-
-    Args:
-        iterable: Iterable to loop over.
-        description: Text at the start of the line.
-        total: Total number of items, including those before a resume. Default: the length of the iterable, if it has
-            one.
-        initial: Number of items that were done before a resume. Default: the position of a resumed prepared loader,
-            else 0.
-        main_process_only: Whether only rank 0 shows progress. Otherwise the first process of each machine does.
-        interval: Seconds between lines of text if the output is not a terminal.
-        file: File to write to. Default: standard error.
     """
 
     def __init__(
@@ -74,13 +76,14 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._file = file or sys.stderr
         self._values: dict[str, Any] = {}  # as passed to `show`
         self._read_values: dict[str, float] = {}  # latest numbers of device tensors that were copied to the host
-        self._pending_copies: dict[str, Readback] | None = None
-        self._counts: dict[str, float] = {}
+        self._pending_copies: dict[str, Readback] | None = None  # copies in progress; None if there are none
+        self._counts: dict[str, float] = {}  # sums of what was passed to `add`
         self._initial = initial
-        self._num_before = self._num_done = initial or 0
-        self._is_over = False
-        self._is_interrupted = False
-        self._start = time.monotonic()
+        self._num_before = initial or 0  # items done before this loop
+        self._num_done = self._num_before  # items done in total
+        self._is_over = False  # whether the loop has ended
+        self._is_interrupted = False  # whether it was ended by an error or Ctrl+C
+        self._start = time.monotonic()  # when the loop began
 
     def show(self, **values: float | str | torch.Tensor) -> None:
         """Show the values next to the bar until they are replaced. Floats have four significant digits.
@@ -119,7 +122,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         return self._num_done
 
     def facts(self, width: int | None = None) -> str:
-        """Return the text next to the bar: number of items, values, rates, memory, remaining time.
+        """Return the text next to the bar: number of items, values, rates, memory of this process, remaining time.
 
         Args:
             width: Available characters. The least important parts are left out until the rest fits. Some parts, such as
@@ -245,6 +248,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             display.close(self)
 
     def _open_display(self) -> "TerminalOutput | CellOutput | LinesOutput":
+        """Return the output that fits where the bars are shown: a notebook cell, a live terminal, or lines of a log file."""
         if self._file is sys.stderr and is_in_notebook():
             return CellOutput()
         console = Console(file=self._file)
@@ -266,6 +270,7 @@ def _count_resumed(iterable: Any) -> int:
 
 
 def _get_length(iterable: Any) -> int | None:
+    """Return the number of items of an iterable, or None if it has no length."""
     try:
         return len(iterable)
     except TypeError:
@@ -273,4 +278,5 @@ def _get_length(iterable: Any) -> int | None:
 
 
 def _format_number(value: float | str) -> str:
+    """Return a float with four significant digits, and other values as they are, as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -12,7 +12,9 @@ from rich.table import Column
 from headway.common import env, scope
 
 _STYLE = "font-family: var(--jp-code-font-family, monospace); font-size: 13px; white-space: pre-wrap; margin: 2px 0"
+"""CSS of a progress line in a notebook."""
 _BAR_WIDTH = 24
+"""Width of a bar in a terminal, in columns."""
 SEPARATOR = " | "
 """Text between the parts of a progress line."""
 
@@ -57,9 +59,15 @@ class _CellArea:
     """Redrawable area in the output of the current notebook cell. Front ends without HTML show text."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self._handle: Any = None  # IPython's display handle; None before the first output
 
     def _redraw_output(self, html: str, text: str) -> None:
+        """Display the bars in the notebook's cell, or replace those that are displayed.
+
+        Args:
+            html: Bars as HTML.
+            text: Bars as plain text, for notebooks that show no HTML.
+        """
         from IPython.display import display
 
         data = {"text/html": html, "text/plain": text}
@@ -93,6 +101,7 @@ class NotebookBar(_CellArea):
             self._redraw_lines()
 
     def _redraw_lines(self) -> None:
+        """Display the lines of all bars."""
         lines = self._lines.values()
         self._redraw_output("".join(line for line, _ in lines), "\n".join(text for _, text in lines))
 
@@ -213,6 +222,7 @@ class CellOutput:
 
 
 def _make_rich_progress(console: Console) -> Progress:
+    """Return the display of bars in a terminal."""
     facts_column = Column(no_wrap=True, overflow="ellipsis")
     return Progress(
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),

@@ -1,10 +1,11 @@
 """Recorder behind `accelerator.log` and `init_trackers`. It records values, images, files and events of a run."""
 
 import platform
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -12,11 +13,11 @@ from headway.common.object_path import ObjectPath, to_path
 from headway.common.optional import LazyModule
 from headway.core import extensions
 from headway.core.config.run import ProjectConfiguration
-from headway.core.runtime import events, pulse
+from headway.core.runtime import events, heartbeat_file
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.tracking.base import BlankTracker, Tracker
 from headway.core.tracking.pictures import convert_images
-from headway.core.tracking.selection import select_trackers
+from headway.core.tracking.selection import select_trackers, warn_of_unknown_names
 from headway.errors import ConfigError, TrackingError
 from headway.log import get_logger
 from headway.version import __version__
@@ -106,6 +107,8 @@ class Recorder:
         self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
         self._pending_resume: events.RunEvent | None = None  # "resumed" event that arrived before `start_run`
         self._ended_run: EndedRun | None = None
+        # Flushes the trackers if the process exits during the run. None before the first run
+        self._exit_finalizer: weakref.finalize[..., Any] | None = None
         events.subscribe(self._on_event)
 
     def start_run(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
@@ -127,12 +130,12 @@ class Recorder:
         values = runlog.convert_to_json(_convert_to_mapping(config))
         self.end_run()
         is_main = self._runtime.is_main_process
-        logging_dir = self._get_project().logging_dir
+        if is_main:
+            warn_of_unknown_names("init_kwargs", init_kwargs or {}, self._choices)
         choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
-        folder = None if logging_dir is None else to_path(logging_dir).absolute() / project_name
-        if isinstance(folder, ObjectPath):
-            folder = extensions.load("feature", "mirror_log").make_local_folder(folder) if is_main else None
-        if not choices and not (is_main and folder is not None):
+        folder = self._choose_folder(project_name)
+        writes_log = is_main and folder is not None
+        if not choices and not writes_log:
             self.feed = None
             return
         feed = run_feed.RunFeed(
@@ -145,18 +148,40 @@ class Recorder:
         }
         original_start: float | None = None
         ended = self._ended_run
-        if ended is not None and (ended.project, ended.folder) == (project_name, folder):
-            # Without any update, the script more likely starts over than continues.
-            original_start = ended.start_time if self._update_counter.num_updates > 0 else None
+        is_same_run = ended is not None and (ended.project, ended.folder) == (project_name, folder)
+        # Without any update, the script more likely starts over than continues.
+        if ended is not None and is_same_run and self._update_counter.num_updates > 0:
+            original_start = ended.start_time
         feed.start(values, init_kwargs or {}, environment, self._expects_to_continue(feed), original_start)
         self.feed = feed
         self._exit_finalizer = run_feed.flush_at_exit(feed)
         if feed.runlog is not None:
-            pulse.get_own_pulse().set_log(str(feed.runlog.path))
+            heartbeat_file.get_own_file().set_log(str(feed.runlog.path))
         if self._pending_resume is not None:
             self._on_event(self._pending_resume)
 
+    def _choose_folder(self, project_name: str) -> Path | None:
+        """Return the folder of a run, or None if the run has none on this rank.
+
+        If the logging directory is in an object store, rank 0 writes to a local folder, which is uploaded repeatedly.
+        Other ranks then have no folder.
+
+        Args:
+            project_name: Name of the run, or a relative path.
+        """
+        logging_dir = self._get_project().logging_dir
+        if logging_dir is None:
+            return None
+        folder = to_path(logging_dir).absolute() / project_name
+        if not isinstance(folder, ObjectPath):
+            return folder
+        if not self._runtime.is_main_process:
+            return None
+        local_folder: Path = extensions.load("feature", "mirror_log").make_local_folder(folder)
+        return local_folder
+
     def _measure_update(self) -> dict[str, Any]:
+        """Return the gradient norm of the last update and this process's memory, for the run log."""
         return {"grad_norm": self._get_grad_norm(), "memory": self._runtime.hardware.get_process_memory()}
 
     def _expects_to_continue(self, feed: "run_feed.RunFeed") -> bool:
@@ -175,16 +200,19 @@ class Recorder:
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
         """Log the values of one step. A value that cannot be logged leads to one warning and never ends the run.
 
-        If no run is in progress, nothing is logged, and rank 0 warns once.
+        If no run is in progress, nothing is logged, and rank 0 warns once. Numbers of sharded tensors are a collective.
 
         Args:
             values: Values by name, possibly nested.
             step: Step of the run. Default: the number of optimizer updates.
-            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name. Default: none.
         """
+        if isinstance(values, Mapping):
+            values = cast(Mapping[str, Any], logged_values.reduce_sharded_numbers(values))
         feed = self._get_feed_or_warn()
         if feed is None:
             return
+        self._check_log_kwargs(log_kwargs)
         if isinstance(values, Mapping):
             feed.log(values, self._record_step(step), log_kwargs or {}, step)
         else:
@@ -200,13 +228,14 @@ class Recorder:
         Args:
             values: One image, or a list of images, by name, in any form that `pictures.convert_images` accepts.
             step: Step of the run. Default: the number of optimizer updates.
-            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name. Default: none.
 
         Raises:
             TrackingError: If the shape or type of an image is not supported. The message contains the image's name.
         """
         feed = self._get_feed_or_warn()
         if feed is not None:
+            self._check_log_kwargs(log_kwargs)
             images = {name: convert_images(value, name) for name, value in values.items()}
             feed.log_images(images, self._record_step(step), log_kwargs or {})
 
@@ -223,13 +252,14 @@ class Recorder:
             path: Path of the file or folder.
             name: Name of the artifact. Default: the last part of the path.
             step: Step of the run. Default: the number of optimizer updates.
-            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name. Default: none.
 
         Raises:
             TrackingError: On a rank that records the run, if the file or folder does not exist.
         """
         feed = self._get_feed_or_warn()
         if feed is not None:
+            self._check_log_kwargs(log_kwargs)
             absolute_path = Path(path).expanduser().absolute()
             if not absolute_path.exists():
                 raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
@@ -262,8 +292,19 @@ class Recorder:
         """Return the step to log for: the script's, which is then saved in checkpoints, or the number of updates."""
         if step is None:
             return self._update_counter.num_updates
-        self._notes[STEP] = int(step)
-        return int(step)
+        whole_step = int(step)
+        if whole_step != step:
+            log.warning_once(
+                "log() got a step that is not a whole number, and drops its fraction, so values of different steps replace each "
+                "other; give the number of updates or samples instead"
+            )
+        self._notes[STEP] = whole_step
+        return whole_step
+
+    def _check_log_kwargs(self, log_kwargs: TrackerKwargs | None) -> None:
+        """On rank 0, warn once of entries for trackers that do not exist."""
+        if log_kwargs and self._runtime.is_main_process:
+            warn_of_unknown_names("log_kwargs", log_kwargs, self._choices)
 
     def _on_event(self, event: events.RunEvent) -> None:
         """Record an event that another component of this process published.
@@ -330,7 +371,8 @@ class Recorder:
         feed = self.feed
         self.feed = None
         if feed is not None:
-            self._exit_finalizer.detach()
+            if self._exit_finalizer is not None:
+                self._exit_finalizer.detach()
             self._ended_run = EndedRun(feed.project, feed.folder, feed.start_time)
             feed.finish(_simplify_summary(summary))
             if isinstance(to_path(self._get_project().logging_dir or ""), ObjectPath):
@@ -344,6 +386,11 @@ def _simplify_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _convert_to_mapping(config: Any) -> dict[str, Any]:
+    """Return a configuration as a dict. None becomes an empty dict.
+
+    Raises:
+        ConfigError: If it is neither a mapping nor an object with attributes.
+    """
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -356,4 +403,5 @@ def _convert_to_mapping(config: Any) -> dict[str, Any]:
 
 
 def _list_versions() -> dict[str, str]:
+    """Return the versions of headway, torch and Python, for the run log."""
     return {"headway": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -18,19 +18,17 @@ that only some trackers accept.
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headway.common import env
-from headway.core.runtime.readback import Readback
 from headway.core.tracking.base import TrackedRun
-from headway.core.tracking.guarded import SLOW_FINISH, GuardedTracker
-from headway.core.tracking.pictures import Picture, make_file_name, number_images, write_png
-from headway.core.tracking.runlog import MEASURED, RunLog, Value, convert_to_json
+from headway.core.tracking.guarded import SLOW_FINISH_SECONDS, GuardedTracker
+from headway.core.tracking.measurements import MeasuredValue, Measurements
+from headway.core.tracking.pictures import ImageFileNames, Picture, number_images, write_png
+from headway.core.tracking.runlog import MEASURED, RunLog, convert_to_json
 from headway.core.tracking.runlog_reader import LoggedRun, read_run
 from headway.core.tracking.selection import Choice
 from headway.core.tracking.values import describe_type, flatten, is_loggable, to_python
@@ -77,20 +75,18 @@ class RunFeed:
         self.folder = folder
         self._choices = choices
         self._get_num_updates = get_num_updates
-        self._measure = measure
-        self._last_norm: torch.Tensor | None = None
-        self._pending_norm: tuple[int, Readback] | None = None  # step, and copy of the norm to the host
-        self._script_metrics: set[str] = set()  # "norm" and "memory", if the script logs such values
-        self._is_log_warned = False
+        self._measurements = Measurements(measure)
+        self._is_log_warned = False  # whether a failed write to the run log was logged
         self.runlog: RunLog | None = None
         self.logged_run: LoggedRun | None = None
         self.guarded_trackers: list[GuardedTracker] = []
         self._identities: dict[str, dict[str, Any]] = {}  # by name of the tracker, from the run log
-        self._config: dict[str, Any] = {}
-        self._is_continuing = False  # whether trackers continue the run in the log
-        self._is_run_decided = False  # whether it is known that this is right
-        self._num_updates_at_start = 0
+        self._config: dict[str, Any] = {}  # JSON values, from `start`
+        self._is_continuing = False  # whether trackers continue the run in the log; a guess until the run is decided
+        self._is_run_decided = False  # whether it is known that the script continues that run, or starts a new one
+        self._num_updates_at_start = 0  # number of optimizer updates when `start` was called
         self._reported_objects: set[str] = set()  # names of values that the run log cannot store
+        self._image_file_names = ImageFileNames()
         self.start_time = time.time()
         if folder is not None and is_main:
             self._open_log(folder)
@@ -142,9 +138,9 @@ class RunFeed:
             self.start_time = original_start
             self._is_run_decided = True
             is_continuing = True
-            self._write_to_log("reopen")
+            self._write_to_log(RunLog.reopen)
         else:
-            self._write_to_log("write_start", self.project, config, **environment)
+            self._write_to_log(lambda runlog: runlog.write_start(self.project, config, **environment))
         self._is_continuing = is_continuing and bool(self._identities)
         for choice in self._choices:
             guarded = GuardedTracker(choice.name, self.log_event)
@@ -159,10 +155,16 @@ class RunFeed:
             self.log_event("restart", None, details | {"restart_count": restart_count})
 
     def _begin_tracker(self, guarded: GuardedTracker, is_continuing: bool) -> None:
+        """Start a run in one tracker, send it the configuration, and log its identity so that a resumed run can continue it.
+
+        Args:
+            guarded: Tracker.
+            is_continuing: Whether this run continues the earlier run in the tracker.
+        """
         identity = self._identities.get(guarded.name) if is_continuing else None
         guarded.begin(TrackedRun(self.project, self.folder, identity))
         if self._config or guarded.takes != "given":
-            guarded.call("store_init_configuration", self._config)
+            guarded.store_init_configuration(self._config)
         if guarded.is_used:
             new_identity = guarded.read_identity()
             if new_identity != identity:
@@ -179,7 +181,7 @@ class RunFeed:
         self._is_continuing = is_continuing
         for guarded in self.guarded_trackers:
             if guarded.name in self._identities:
-                guarded.call("finish")
+                guarded.finish()
                 self._begin_tracker(guarded, is_continuing)
 
     def log_resume(self, step: int, details: Mapping[str, Any]) -> None:
@@ -193,7 +195,7 @@ class RunFeed:
         if not self._is_run_decided and not self._is_continuing:
             self._restart_trackers(True)
         self._is_run_decided = True
-        self._call_trackers("rewind", step)
+        self._rewind_trackers(step)
         self._replay_values(step)
 
     def _replay_values(self, step: int) -> None:
@@ -207,17 +209,13 @@ class RunFeed:
         logged_run = self.logged_run
         if logged_run is None or logged_run.is_ended or not self._is_continuing:
             return
-        # Values that were logged in one call, by their time and step.
-        rows: dict[tuple[float, int | None], dict[str, Value]] = {}
-        for name, points in logged_run.values.items():
-            for value_step, moment, value in points:
-                if value_step is None or value_step <= step:
-                    rows.setdefault((moment, value_step), {})[name] = value
+        calls = logged_run.list_log_calls(step)
         for guarded in self.guarded_trackers:
             buffered_seconds = 0.0 if guarded.tracker is None else guarded.tracker.holds_back
-            for (moment, value_step), values in sorted(rows.items(), key=lambda row: row[0][0]):
-                if moment > logged_run.last_time - buffered_seconds:
-                    guarded.call("log", values, step=value_step)
+            first_lost_time = logged_run.last_time - buffered_seconds
+            for call in calls:
+                if call.time > first_lost_time:
+                    guarded.log(call.values, step=call.step)
 
     def _decide_which_run(self, step: int | None) -> None:
         """Decide whether the script continues the run in the log or starts a new one.
@@ -226,32 +224,31 @@ class RunFeed:
         run was wrongly assumed to be continued.
 
         Args:
-            step: Step of the first logged value.
+            step: Step that the script gave for the first logged value, or None if it gave none.
         """
         if self._is_run_decided:
             return
         self._is_run_decided = True
         if self.logged_run is None:
             return
-        logged_steps = (
-            logged_step
-            for points in self.logged_run.values.values()
-            for logged_step, _, _ in points
-            if logged_step is not None
-        )
-        first_step = min(logged_steps, default=None)
+        first_step = self.logged_run.find_first_step()
         if self._num_updates_at_start:
             resumed_step = self._num_updates_at_start
         elif step is not None and first_step is not None and step > first_step:
             resumed_step = step - 1  # resumed by the script itself, as a new run would repeat the first step
         else:
-            resumed_step = -1  # a new run: all values in the log are superseded
-            if self._is_continuing:
-                self._restart_trackers(False)
-        self.log_event("started_over" if resumed_step < 0 else "resumed", resumed_step, {})
-        self._call_trackers("rewind", resumed_step)
-        if resumed_step >= 0:
-            self._replay_values(resumed_step)
+            self._start_over()
+            return
+        self.log_event("resumed", resumed_step, {})
+        self._rewind_trackers(resumed_step)
+        self._replay_values(resumed_step)
+
+    def _start_over(self) -> None:
+        """Record that the script starts a new run, so that all values in the log are superseded."""
+        if self._is_continuing:
+            self._restart_trackers(False)
+        self.log_event("started_over", -1, {})
+        self._rewind_trackers(-1)
 
     # ---------------------------------------------------------------- logging
 
@@ -280,8 +277,9 @@ class RunFeed:
         numbers = {name: to_python(value) for name, value in flat.items() if is_loggable(value)}
         objects = {name: value for name, value in flat.items() if name not in numbers}
         if numbers or not flat:
-            self._write_to_log("write_values", step, numbers)
-            self._log_measurements(numbers, step)
+            self._write_to_log(lambda runlog: runlog.write_values(step, numbers))
+            if self.runlog is not None:
+                self._write_measured_values(self._measurements.measure(step, numbers))
         if new_names := objects.keys() - self._reported_objects:
             self._reported_objects |= new_names
             types = {name: describe_type(objects[name]) for name in sorted(new_names)}
@@ -296,7 +294,7 @@ class RunFeed:
             values = accepted_values[guarded.takes]
             if values or not script_values:
                 tracker_step = script_step if guarded.takes == "given" else step
-                guarded.call("log", dict(values), **{"step": tracker_step} | dict(log_kwargs.get(guarded.name, {})))
+                guarded.log(dict(values), **{"step": tracker_step} | dict(log_kwargs.get(guarded.name, {})))
 
     def _warn_of_unstored_values(self, types: Mapping[str, str]) -> None:
         """Warn about values that are not stored anywhere.
@@ -314,36 +312,15 @@ class RunFeed:
             ", ".join(f"{name!r}, {description}" for name, description in types.items()),
         )
 
-    def _log_measurements(self, numbers: Mapping[str, Value], step: int) -> None:
-        """Write the memory use, and the gradient norm of the last clipping, to the run log for the report.
-
-        A value that the script logs itself is left out. A norm is read from the device only when the next values are
-        logged, so that the host does not wait for it.
-
-        Args:
-            numbers: Values that the script logs in this step.
-            step: Step of the run.
-        """
-        self._write_pending_norm()
-        if self.runlog is None:
-            return
-        self._script_metrics |= {word for word in ("norm", "memory") for name in numbers if word in name}
-        measured = self._measure()
-        norm = measured.get("grad_norm")
-        if type(norm) is torch.Tensor and norm is not self._last_norm and "norm" not in self._script_metrics:
-            self._last_norm = norm
-            self._pending_norm = (step, Readback(norm))
-        if "memory" not in self._script_metrics and measured.get("memory") is not None:
-            self._write_to_log("write_values", step, {f"{MEASURED}memory": measured["memory"]})
-
-    def _write_pending_norm(self) -> None:
-        pending, self._pending_norm = self._pending_norm, None
-        if pending is not None:
-            step, readback = pending
-            self._write_to_log("write_values", step, {f"{MEASURED}grad_norm": readback.read().item()})
+    def _write_measured_values(self, values: Iterable[MeasuredValue]) -> None:
+        """Write values that the library has measured to the run log, under names that begin with "headway/"."""
+        for each in values:
+            self._write_to_log(
+                partial(RunLog.write_values, step=each.step, values={f"{MEASURED}{each.name}": each.value})
+            )
 
     def log_images(
-        self, images: Mapping[str, Sequence[Picture]], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
+        self, images: Mapping[str, Sequence[Picture]], step: int, log_kwargs: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Write the images of one step as files in the run's folder, and log them to the run log and the trackers.
 
@@ -355,14 +332,15 @@ class RunFeed:
         self._decide_which_run(step)
         if self.runlog is not None:
             for name, suffix, image in number_images(images):
-                path = self.runlog.folder / "images" / make_file_name(name, suffix, step)
+                path = self.runlog.folder / "images" / self._image_file_names.choose(name, suffix, step)
                 if self._try_to_write(partial(write_png, path, image)):
-                    self._write_to_log("write_medium", "image", name + suffix, step, path)
-        self._call_trackers("log_images", images, step=step, log_kwargs=log_kwargs)
+                    self._write_to_log(
+                        partial(RunLog.write_medium, kind="image", name=name + suffix, step=step, file=path)
+                    )
+        for guarded in self.guarded_trackers:
+            guarded.log_images(images, **{"step": step} | dict(log_kwargs.get(guarded.name, {})))
 
-    def log_artifact(
-        self, path: Path, name: str, step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def log_artifact(self, path: Path, name: str, step: int, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         """Log a file or folder that belongs to the run. The file or folder is neither moved nor copied.
 
         Args:
@@ -372,8 +350,9 @@ class RunFeed:
             log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
         """
         self._decide_which_run(step)
-        self._write_to_log("write_medium", "artifact", name, step, path)
-        self._call_trackers("log_artifact", path, name, step=step, log_kwargs=log_kwargs)
+        self._write_to_log(lambda runlog: runlog.write_medium("artifact", name, step, path))
+        for guarded in self.guarded_trackers:
+            guarded.log_artifact(path, name, **{"step": step} | dict(log_kwargs.get(guarded.name, {})))
 
     def log_event(self, name: str, step: int | None, details: Mapping[str, Any]) -> None:
         """Log a run event. Trackers get all events except those about trackers.
@@ -386,23 +365,27 @@ class RunFeed:
             details: Details of the event, as JSON values.
         """
         event_step = self._get_num_updates() if step is None else step
-        self._write_to_log("write_event", name, event_step, **details)
+        self._write_to_log(lambda runlog: runlog.write_event(name, event_step, **details))
         if not name.startswith("tracker"):
-            self._call_trackers("log_event", name, convert_to_json(details), step=event_step)
+            json_details = convert_to_json(details)
+            for guarded in self.guarded_trackers:
+                guarded.log_event(name, json_details, event_step)
         if name in ("checkpoint", "preempted"):  # values logged before it must not be lost with the process
-            self._call_trackers("flush")
+            _flush_trackers(self.guarded_trackers)
 
-    def _call_trackers(
-        self, method: str, *args: Any, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None, **kwargs: Any
-    ) -> None:
-        """Call a method of all trackers, with additional keyword arguments for those that `log_kwargs` names."""
+    def _rewind_trackers(self, step: int) -> None:
+        """Make all trackers discard values that were logged for later steps."""
         for guarded in self.guarded_trackers:
-            guarded.call(method, *args, **kwargs | dict((log_kwargs or {}).get(guarded.name, {})))
+            guarded.rewind(step)
 
-    def _write_to_log(self, method: str, /, *args: Any, **kwargs: Any) -> None:
-        """Call a method of the run log, if there is one. If it cannot be written, warn once."""
+    def _write_to_log(self, write: Callable[[RunLog], object]) -> None:
+        """Call a function that writes to the run log, if there is one. If it cannot be written, warn once.
+
+        Args:
+            write: Function that gets the run log.
+        """
         if self.runlog is not None:
-            self._try_to_write(partial(getattr(self.runlog, method), *args, **kwargs))
+            self._try_to_write(partial(write, self.runlog))
 
     def _try_to_write(self, write: Callable[[], Any]) -> bool:
         """Call `write`, and return whether it succeeded. Warn at the first failure only."""
@@ -425,17 +408,18 @@ class RunFeed:
         Args:
             summary: Final values of the run, in addition to the number of updates and the duration. None for no others.
         """
-        self._write_pending_norm()
+        self._write_measured_values(self._measurements.finish())
         num_updates, seconds = self._get_num_updates(), round(time.time() - self.start_time, 3)
         final_values = {"num_updates": num_updates, "seconds": seconds} | dict(summary or {})
-        self._write_to_log("write_end", final_values)
-        self._call_trackers("log_event", "end", final_values, step=num_updates)
+        self._write_to_log(lambda runlog: runlog.write_end(final_values))
         for guarded in self.guarded_trackers:
-            timer = threading.Timer(SLOW_FINISH, _warn_of_slow_end, (guarded.name,))
+            guarded.log_event("end", final_values, num_updates)
+        for guarded in self.guarded_trackers:
+            timer = threading.Timer(SLOW_FINISH_SECONDS, _warn_of_slow_end, (guarded.name,))
             timer.daemon = True
             timer.start()
             try:
-                guarded.call("finish")
+                guarded.finish()
             finally:
                 timer.cancel()
         if self.runlog is not None:
@@ -451,9 +435,11 @@ def flush_at_exit(feed: RunFeed) -> "weakref.finalize[[list[GuardedTracker]], Ru
 
 
 def _flush_trackers(guarded_trackers: list[GuardedTracker]) -> None:
+    """Flush the trackers. This is not a method of the feed, because the finalizer would then keep the feed alive."""
     for guarded in guarded_trackers:
-        guarded.call("flush")
+        guarded.flush()
 
 
 def _warn_of_slow_end(name: str) -> None:
+    """Warn that a tracker needs long to finish, for example because it uploads files."""
     log.warning("training is over; the tracker %s is still finishing, and this process waits for it", name)

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.errors import StateError, TrackingError
 
@@ -43,11 +43,26 @@ SUPERSEDING = frozenset({"resumed", "started_over"})
 RUN_LINE_START = b'{"kind":"run"'
 """First bytes of each "run" line, and therefore of each run log."""
 _MAX_DEPTH = 50
+"""Levels of nesting up to which `convert_to_json` converts the values of mappings and lists."""
 _MAX_REPR = 200
+"""Number of characters after which `convert_to_json` truncates a repr."""
 
 Value = float | int | bool | str
-Point = tuple[int | None, float, Value]
-"""Triple of (step, time in seconds since 1970, value). The step is None if none was logged."""
+"""Logged number or text."""
+
+
+class Point(NamedTuple):
+    """Value that was logged once.
+
+    Attributes:
+        step: Step of the run. None if none was logged.
+        time: Time in seconds since 1970.
+        value: Number or text.
+    """
+
+    step: int | None
+    time: float
+    value: Value
 
 
 class RunLog:
@@ -73,8 +88,8 @@ class RunLog:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / FILE
-        self._lock = threading.Lock()
-        self._ends_in_partial_line = False  # after a write that failed
+        self._lock = threading.Lock()  # for the file, which several threads write to
+        self._ends_in_partial_line = False  # whether a failed write has left an incomplete line
         self.attempt = 0
         self._num_earlier_starts = _remove_partial_line(self.path)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
@@ -92,10 +107,11 @@ class RunLog:
 
         Args:
             project: Name of the run.
-            config: Configuration of the run. Values that JSON cannot represent are written as their repr.
+            config: Configuration of the run. Values that JSON cannot represent are written as their repr. Default:
+                empty.
             world_size: Number of processes.
             device: Type of device.
-            versions: Versions of packages, by their names.
+            versions: Versions of packages, by their names. Default: none.
 
         Returns:
             Number of process starts in the log, including this one.
@@ -130,13 +146,13 @@ class RunLog:
         """
         self._write_entry("values", step=step, values=convert_to_json(dict(values)))
 
-    def write_event(self, name: str, step: int | None = None, **details: Any) -> None:
+    def write_event(self, name: str, step: int | None = None, /, **details: Any) -> None:
         """Append a run event.
 
         Args:
             name: Kind of event.
             step: Number of optimizer updates at which the event occurred, or None.
-            details: Details of the event.
+            details: Details of the event. They may be called "name" and "step", too.
         """
         self._write_entry("event", step=step, event=name, details=convert_to_json(details))
 
@@ -155,7 +171,7 @@ class RunLog:
         """Append the "end" line.
 
         Args:
-            summary: Final values of the run.
+            summary: Final values of the run. Default: none.
         """
         self._write_entry("end", summary=convert_to_json(dict(summary or {})))
 
@@ -165,6 +181,15 @@ class RunLog:
             self._file.close()
 
     def _write_entry(self, kind: str, **content: Any) -> None:
+        """Append one line to the log. It is written completely before a line of another thread.
+
+        Args:
+            kind: Kind of the line, such as "values".
+            **content: Other fields of the line.
+
+        Raises:
+            StateError: If `write_start` has not been called, or the log is closed.
+        """
         if not self.attempt:
             raise StateError(
                 f"a {kind!r} line cannot be written before the 'run' line of {self.path}. Call write_start() first"

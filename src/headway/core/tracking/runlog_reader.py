@@ -1,7 +1,7 @@
 """Reader of run logs, which also handles the logs of runs that were killed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from headway.core.tracking.runlog import (
     RUN_LINE_START,
     SUPERSEDING,
     Point,
+    Value,
     describe_other_file,
     parse_line,
 )
@@ -65,14 +66,14 @@ class ProcessStart:
     Attributes:
         time: Time of the start, in seconds since 1970.
         attempt: Number of the start, from 1.
-        is_after_end: Whether the run had ended properly before this start.
-        last_time: Time of the last line before this start, in seconds since 1970; nan for the first start.
-        last_step: Last step that was logged before this start; None if there was none.
         project: Name of the run.
         config: Configuration of the run.
         world_size: Number of processes.
         device: Type of device.
         versions: Versions of packages, by their names.
+        is_after_end: Whether the run had ended properly before this start.
+        last_time: Time of the last line before this start, in seconds since 1970; nan for the first start.
+        last_step: Last step that was logged before this start; None if there was none.
     """
 
     time: float
@@ -85,6 +86,20 @@ class ProcessStart:
     is_after_end: bool = False
     last_time: float = math.nan
     last_step: int | None = None
+
+
+class LogCall(NamedTuple):
+    """Call of `accelerator.log` whose values are in a run log.
+
+    Attributes:
+        time: Time of the call, in seconds since 1970.
+        step: Step of the values, or None.
+        values: Values by name.
+    """
+
+    time: float
+    step: int | None
+    values: dict[str, Value]
 
 
 @dataclass
@@ -129,6 +144,28 @@ class LoggedRun:
         """Whether the run has ended: the process that started last has written the log's "end" line."""
         return self.summary is not None
 
+    def find_first_step(self) -> int | None:
+        """Return the lowest step for which the log has a value, or None if there is none."""
+        steps = [point.step for points in self.values.values() for point in points if point.step is not None]
+        return min(steps, default=None)
+
+    def list_log_calls(self, last_step: int) -> list[LogCall]:
+        """Return the calls of `accelerator.log` from which the values come, in order of time.
+
+        Values that the library measured itself are left out.
+
+        Args:
+            last_step: Highest step to include. Values without a step are always included.
+        """
+        # Values that were logged in one call have one time and step.
+        values_by_call: dict[tuple[float, int | None], dict[str, Value]] = {}
+        for name, points in self.values.items():
+            for point in points:
+                if point.step is None or point.step <= last_step:
+                    values_by_call.setdefault((point.time, point.step), {})[name] = point.value
+        calls = [LogCall(moment, step, values) for (moment, step), values in values_by_call.items()]
+        return sorted(calls, key=lambda call: call.time)
+
 
 def read_run(path: str | Path) -> LoggedRun:
     """Read the log of a run, which may have ended, been killed, or still be in progress.
@@ -158,7 +195,7 @@ def read_run(path: str | Path) -> LoggedRun:
         try:
             reader.process_entry(entry)
         except TrackingError:
-            raise
+            raise  # it is a ValueError, too, but the line is not damaged
         except (KeyError, TypeError, ValueError, AttributeError):
             run.damaged_lines.append(number)
     if reader is None:
@@ -202,15 +239,18 @@ class _LogReader:
 
     It stores each point with the index of its section of the log (`LogSection`). From these indices, `drop_superseded`
     determines which points a later section superseded.
+
+    Args:
+        run: Run to which the contents of the log are added.
     """
 
     def __init__(self, run: LoggedRun) -> None:
-        self.run = run
-        self.points: dict[str, list[tuple[int, Point]]] = {}
-        self.media: list[tuple[int, LoggedFile]] = []
-        self.attempt = 0
-        self.last_step: int | None = None
-        self.sections = [LogSection(0, math.inf)]
+        self._run = run
+        self._points: dict[str, list[tuple[int, Point]]] = {}  # pairs of (index of the section, point), by name
+        self._media: list[tuple[int, LoggedFile]] = []  # pairs of (index of the section, image or artifact)
+        self._attempt = 0  # number of process starts so far
+        self._last_step: int | None = None  # step of the latest values that had one
+        self._sections = [LogSection(0, math.inf)]
 
     def process_entry(self, entry: Mapping[str, Any]) -> None:
         """Add the content of one line to the run.
@@ -222,27 +262,53 @@ class _LogReader:
         moment, kind = float(entry["time"]), entry["kind"]
         if kind == "run":
             self._start_attempt(moment, entry)
-        self.run.last_time = moment
-        section = len(self.sections) - 1
+        self._run.last_time = moment
         if kind == "values":
-            step = entry.get("step")
-            self.last_step = self.last_step if step is None else step
-            for name, logged in dict(entry["values"]).items():
-                value = _NON_FINITE_TEXTS.get(logged, logged) if isinstance(logged, str) else logged
-                if isinstance(value, int | float | str):
-                    self.points.setdefault(name, []).append((section, (step, moment, value)))
+            self._add_values(moment, entry)
         elif kind == "event":
-            event = LoggedEvent(str(entry["event"]), entry.get("step"), moment, dict(entry.get("details") or {}))
-            self.run.events.append(event)
-            if event.name in SUPERSEDING and event.step is not None:
-                self.sections.append(LogSection(self.attempt, event.step))
+            self._add_event(moment, entry)
         elif kind in ("image", "artifact"):
-            path = self.run.path.parent / str(entry["file"])
-            self.media.append((section, LoggedFile(kind, str(entry["name"]), entry.get("step"), moment, path)))
+            path = self._run.path.parent / str(entry["file"])
+            file = LoggedFile(kind, str(entry["name"]), entry.get("step"), moment, path)
+            self._media.append((self._section_index, file))
         elif kind == "reopened":
-            self.run.summary = None
+            self._run.summary = None
         elif kind == "end":
-            self.run.summary = dict(entry.get("summary") or {})
+            self._run.summary = dict(entry.get("summary") or {})
+
+    @property
+    def _section_index(self) -> int:
+        """Index of the current section of the log."""
+        return len(self._sections) - 1
+
+    def _add_values(self, moment: float, entry: Mapping[str, Any]) -> None:
+        """Add the values of a log line to the points of their series.
+
+        Args:
+            moment: Time of the line in seconds since the epoch.
+            entry: JSON object of the line.
+        """
+        step = entry.get("step")
+        if step is not None:
+            self._last_step = step
+        for name, logged in dict(entry["values"]).items():
+            value = logged
+            if isinstance(logged, str):
+                value = _NON_FINITE_TEXTS.get(logged, logged)  # JSON has no numbers for NaN and infinity
+            if isinstance(value, int | float | str):
+                self._points.setdefault(name, []).append((self._section_index, Point(step, moment, value)))
+
+    def _add_event(self, moment: float, entry: Mapping[str, Any]) -> None:
+        """Add the event of a log line. An event after which earlier steps are repeated also begins a new section of the log.
+
+        Args:
+            moment: Time of the line in seconds since the epoch.
+            entry: JSON object of the line.
+        """
+        event = LoggedEvent(str(entry["event"]), entry.get("step"), moment, dict(entry.get("details") or {}))
+        self._run.events.append(event)
+        if event.name in SUPERSEDING and event.step is not None:
+            self._sections.append(LogSection(self._attempt, event.step))
 
     def _start_attempt(self, moment: float, entry: Mapping[str, Any]) -> None:
         """Add a process start to the run.
@@ -253,24 +319,24 @@ class _LogReader:
         version = entry.get("format")
         if not isinstance(version, int) or version > FORMAT:
             raise TrackingError(
-                f"{self.run.path} is of format {version!r}, and this version of Headway reads up to {FORMAT}; upgrade it"
+                f"{self._run.path} is of format {version!r}, and this version of Headway reads up to {FORMAT}; upgrade it"
             )
-        self.attempt += 1
-        self.sections.append(LogSection(self.attempt, math.inf))
-        is_after_end = self.run.summary is not None
-        self.run.summary = None
-        self.run.starts.append(
+        self._attempt += 1
+        self._sections.append(LogSection(self._attempt, math.inf))
+        is_after_end = self._run.summary is not None
+        self._run.summary = None
+        self._run.starts.append(
             ProcessStart(
                 time=moment,
-                attempt=self.attempt,
+                attempt=self._attempt,
                 project=str(entry.get("project", "")),
                 config=dict(entry.get("config") or {}),
                 world_size=int(entry.get("world_size", 1)),
                 device=str(entry.get("device", "")),
                 versions=dict(entry.get("versions") or {}),
                 is_after_end=is_after_end,
-                last_time=self.run.last_time if self.run.starts else math.nan,
-                last_step=self.last_step,
+                last_time=self._run.last_time if self._run.starts else math.nan,
+                last_step=self._last_step,
             )
         )
 
@@ -280,25 +346,40 @@ class _LogReader:
         A point, image or artifact is superseded if the run later returned to an earlier step. A point is also
         superseded if a later process logged the same value again for the same step.
         """
-        # Last valid step of each section: the lowest step to which a later section returned.
-        lowest, last_steps = math.inf, []
-        for section in reversed(self.sections):
-            last_steps.append(lowest)
-            lowest = min(lowest, section.returned_to)
-        last_steps.reverse()
-        self.run.media = [
-            medium for section, medium in self.media if medium.step is None or medium.step <= last_steps[section]
+        last_steps = self._list_last_steps()
+        self._run.media = [
+            medium for section, medium in self._media if medium.step is None or medium.step <= last_steps[section]
         ]
-        for name, points in self.points.items():
-            valid: list[tuple[int, Point]] = []  # pairs of (attempt, point)
-            last_attempts: dict[int, int] = {}  # last attempt that logged the value, by step
-            for section_index, point in points:
-                step, attempt = point[0], self.sections[section_index].attempt
-                if step is None or step <= last_steps[section_index]:
-                    valid.append((attempt, point))
-                    if step is not None:
-                        last_attempts[step] = max(attempt, last_attempts.get(step, 0))
-            kept = [point for attempt, point in valid if point[0] is None or attempt == last_attempts[point[0]]]
+        for name, points in self._points.items():
+            kept = self._select_points(points, last_steps)
             if kept:
-                target = self.run.measured if name.startswith(MEASURED) else self.run.values
+                target = self._run.measured if name.startswith(MEASURED) else self._run.values
                 target[name.removeprefix(MEASURED)] = kept
+
+    def _list_last_steps(self) -> list[float]:
+        """Return the last valid step of each section: the lowest step to which a later section returned."""
+        last_steps = []
+        lowest_return = math.inf
+        for section in reversed(self._sections):
+            last_steps.append(lowest_return)
+            lowest_return = min(lowest_return, section.returned_to)
+        last_steps.reverse()
+        return last_steps
+
+    def _select_points(self, points: Sequence[tuple[int, Point]], last_steps: Sequence[float]) -> list[Point]:
+        """Return the points of one value that were not superseded, in order.
+
+        Args:
+            points: Pairs of (index of the section, point).
+            last_steps: Last valid step of each section.
+        """
+        valid: list[tuple[int, Point]] = []  # pairs of (attempt, point)
+        last_attempts: dict[int, int] = {}  # last attempt that logged the value, by step
+        for section_index, point in points:
+            if point.step is not None and point.step > last_steps[section_index]:
+                continue
+            attempt = self._sections[section_index].attempt
+            valid.append((attempt, point))
+            if point.step is not None:
+                last_attempts[point.step] = max(attempt, last_attempts.get(point.step, 0))
+        return [point for attempt, point in valid if point.step is None or attempt == last_attempts[point.step]]

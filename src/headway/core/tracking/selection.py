@@ -1,6 +1,6 @@
 """Selection of trackers for `log_with=`, by name, by entry point, or as objects."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from importlib import import_module
@@ -14,7 +14,7 @@ from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
 
 log = get_logger(__name__)
-GROUP = "headway.trackers"
+ENTRY_POINT_GROUP = "headway.trackers"
 """Entry point group with which other packages provide trackers.
 
 The entry point's name is the tracker's name. It must refer to a `Tracker` class, whose arguments are the tracker's
@@ -34,7 +34,8 @@ _BUILT_IN = {
     "trackio": "local.TrackioAdapter",
     "opentelemetry": "services.OpenTelemetryAdapter",
 }
-_MODULES = {"opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
+"""Class of each built-in tracker, as "module.class", by the tracker's name. The module is imported on first use."""
+_MODULE_NAMES = {"opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
 """Name of the module that a tracker needs, by the tracker's name, if the two names differ."""
 Choice = Tracker | TrackerMaker
 """Tracker instance that the user created, or a factory that creates a tracker when a run starts."""
@@ -73,7 +74,18 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
 
 
 def _select_entry(entry: object, chosen: Mapping[str, Choice], has_folder: bool, is_main: bool) -> list[Any]:
-    """Return the trackers that one entry of `log_with` selects. "all" leaves out those in `chosen`."""
+    """Return the trackers that one entry of `log_with` selects.
+
+    Args:
+        entry: Name, `Tracker` or `TrackerMaker`.
+        chosen: Trackers that earlier entries selected, by name. "all" leaves them out.
+        has_folder: Whether there is a logging folder. Without one, "all" leaves out trackers that write files.
+        is_main: Whether this is rank 0. Other ranks do not need the trackers' packages.
+
+    Raises:
+        ConfigError: If a name or type is unknown.
+        OptionalDependencyMissing: On rank 0, if the package of a tracker that is selected by name is not installed.
+    """
     if isinstance(entry, Tracker | TrackerMaker):
         return [entry]
     name = _read_name(entry)
@@ -99,7 +111,35 @@ def _read_name(entry: object) -> str:
 
 
 def _list_names() -> list[str]:
-    return sorted({*_BUILT_IN, *(each.name for each in entry_points(group=GROUP))})
+    """Return the sorted names of all trackers: the built-in ones, and those that other packages provide."""
+    return sorted({*_BUILT_IN, *(each.name for each in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def warn_of_unknown_names(argument: str, names: Iterable[Any], choices: Sequence[Choice]) -> None:
+    """Warn once of names in `init_kwargs` or `log_kwargs` that no tracker has, so that their entries have no effect.
+
+    Names of trackers that `log_with` does not select are no mistake: the script may select them in another run.
+
+    Args:
+        argument: "init_kwargs" or "log_kwargs".
+        names: Keys of the argument.
+        choices: Trackers that `log_with` selects.
+    """
+    selected = {choice.name for choice in choices}
+    if selected.issuperset(names):
+        return
+    known = selected.union(_list_names())
+    for name in names:
+        if name not in known:
+            near = get_close_matches(str(name), sorted(known), 1)
+            log.warning_once(
+                "%s has no effect for %r, which is not the name of a tracker%s; give a dict of keyword arguments for each tracker, "
+                "such as %s={'wandb': {...}}",
+                argument,
+                name,
+                f" (did you mean {near[0]!r}?)" if near else "",
+                argument,
+            )
 
 
 def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
@@ -116,7 +156,7 @@ def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
             f"{', '.join(_list_names())}, 'all', or an instance of headway.Tracker"
         )
     maker = _load_maker(name)
-    if is_main and name in _BUILT_IN and not is_available(_MODULES.get(name, name)):
+    if is_main and name in _BUILT_IN and not is_available(_MODULE_NAMES.get(name, name)):
         requirement = getattr(maker.make, "requirement", "")
         argument = f"'{requirement}'" if requirement else name
         raise OptionalDependencyMissing(
@@ -126,7 +166,8 @@ def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
 
 
 def _load_maker(name: str) -> TrackerMaker:
-    registered = [each for each in entry_points(group=GROUP) if each.name == name]
+    """Import a tracker's class, and return the object that creates the tracker. An entry point precedes a built-in tracker."""
+    registered = [each for each in entry_points(group=ENTRY_POINT_GROUP) if each.name == name]
     if registered:
         tracker_class = registered[0].load()
     else:
@@ -136,10 +177,15 @@ def _load_maker(name: str) -> TrackerMaker:
 
 
 def _find_installed(has_folder: bool, is_main: bool) -> list[TrackerMaker]:
-    """Return the factories of all trackers whose packages are installed, for `log_with="all"`."""
+    """Return the factories of all trackers whose packages are installed, for `log_with="all"`.
+
+    Args:
+        has_folder: Whether there is a logging folder. Without one, trackers that write files are left out.
+        is_main: Whether this is rank 0, which warns if no tracker is installed.
+    """
     # Other packages install OpenTelemetry too, and without an endpoint no collector is listening.
     excluded = set() if env.get("OTEL_EXPORTER_OTLP_ENDPOINT") else {"opentelemetry"}
-    installed = [name for name in _list_names() if name not in _BUILT_IN or is_available(_MODULES.get(name, name))]
+    installed = [name for name in _list_names() if name not in _BUILT_IN or is_available(_MODULE_NAMES.get(name, name))]
     makers = [_load_maker(name) for name in installed if name not in excluded]
     if not makers and is_main:
         log.warning("log_with='all' found no tracker installed: pip install 'headway[trackers]'")

@@ -210,20 +210,35 @@ class ClearMLAdapter(PackageAdapter):
         self._run.connect_configuration(values)
 
     def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
-        """Log a number as a scalar, or a string as a line of the console log.
+        """Log a number as a point of a chart, or a string as a line of the console log.
 
         Both "eval_loss" and "eval/loss" are shown as the series "eval" of the chart "loss".
+
+        Args:
+            name: Name of the value.
+            value: Number or string.
+            step: Step of the run. None: a number is logged as a single value, without a chart.
+            **kwargs: Passed to ClearML's method that logs the number. Ignored for a string.
         """
-        logger, (title, series) = self._run.get_logger(), split_title_and_series(name)
+        logger = self._run.get_logger()
         if isinstance(value, str):
             logger.report_text(f"{name}: {value}")
         elif step is None:
             logger.report_single_value(name=name, value=value, **kwargs)
         else:
+            title, series = split_title_and_series(name)
             logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
     def _log_image(self, name: str, suffix: str, image: Picture, step: int | None, **kwargs: Any) -> None:
-        """Log an image as a debug sample of the ClearML task."""
+        """Log an image as a debug sample of the ClearML task.
+
+        Args:
+            name: Name under which the script logs the image. It determines ClearML's title and series.
+            suffix: Text that distinguishes several images of one name, such as "/0". "" for a single image.
+            image: Array of shape [H, W, C] and dtype uint8.
+            step: Step of the run, or None.
+            **kwargs: Passed to ClearML's `report_image`.
+        """
         title, series = split_title_and_series(name)
         self._run.get_logger().report_image(
             title=title, series=series + suffix, iteration=step, image=drop_gray_axis(image), **kwargs
@@ -304,11 +319,12 @@ class OpenTelemetryAdapter(Tracker):
 
     def __init__(self, resource: Mapping[str, Any] | None = None) -> None:
         self._resource = resource or {}
-        self._identity = dict[str, Any]()
+        self._identity: dict[str, Any] = {}
+        self._sender: Any = None  # subprocess that sends the values; None before `begin`
         self._has_reported_error = False
 
     @property
-    def identity(self) -> dict[str, Any] | None:
+    def identity(self) -> dict[str, Any]:
         """Attribute "service.instance.id" of the resource, which a restart does not change; empty before `begin`."""
         return self._identity
 
@@ -318,15 +334,14 @@ class OpenTelemetryAdapter(Tracker):
         The subprocess runs in its own session, so that signals to this process's group do not end it. It ends when
         its input ends.
         """
-        sender: Any = subprocess.Popen(
+        self._sender = subprocess.Popen(
             [sys.executable, "-m", otlp.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._sender = sender
-        os.set_blocking(sender.stdout.fileno(), False)  # `log` reads its errors without waiting for them
+        os.set_blocking(self._sender.stdout.fileno(), False)  # `log` reads its errors without waiting for them
         self._identity = dict(run.identity or {"service.instance.id": str(uuid.uuid4())})
         self._send_line({"service.name": run.project, **self._identity, **self._resource})
 
@@ -404,6 +419,7 @@ class OpenTelemetryAdapter(Tracker):
             raise TrackingError(f"the collector cannot be reached, or refuses the data: {output.splitlines()[0]}")
 
     def _read_errors(self) -> str:
+        """Return what the process that sends data has printed."""
         return (self._sender.stdout.read() or b"").decode()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import torch
 
+from headway.common.dtensors import is_dtensor
 from headway.core.tracking.runlog import Value, list_leaves
 from headway.errors import TrackingError
 
@@ -21,6 +22,19 @@ def flatten(values: Mapping[Any, object]) -> dict[str, Any]:
     """
     # `list_leaves` yields an empty mapping as a leaf.
     return {name: value for name, value in list_leaves(values) if value is not None and not isinstance(value, Mapping)}
+
+
+def reduce_sharded_numbers(values: object) -> object:
+    """Return nested mappings in which the numbers of sharded tensors replace 0-d sharded tensors. Every rank calls it.
+
+    Such a tensor, for example the norm of a sharded parameter, needs the parts of all ranks. Only rank 0 logs values, so
+    the other ranks call this function only to take part in the collectives.
+    """
+    if isinstance(values, Mapping):
+        return {name: reduce_sharded_numbers(value) for name, value in values.items()}
+    if isinstance(values, torch.Tensor) and values.ndim == 0 and is_dtensor(values):
+        return values.item()
+    return values
 
 
 def is_loggable(value: object) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.data.sampling.order import LoadingRules
+from headway.core.data.loading_rules import LoadingRules
+from headway.core.training.loss_policy import LossPolicy
 from headway.core.training.prepared.optimizer import PreparedOptimizer
 from headway.core.training.prepared.scheduler import PreparedScheduler
-from headway.core.training.windows import AccumulationWindows, LossPolicy
+from headway.core.training.windows import AccumulationWindows
 
 
 def _choose_no_hook() -> None:

@@ -13,12 +13,13 @@ from headway.common import scope, tracebacks
 from headway.core import extensions
 from headway.core.config.float8 import Float8Options
 from headway.core.config.load import resolve_run_setting
-from headway.core.config.run import is_automatic, resolve_accumulation
+from headway.core.config.run import resolve_accumulation, splits_batches_automatically
+from headway.core.data.batch_reads import BatchReads
 from headway.core.data.loader import LoaderEvents
 from headway.core.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.core.precision.build import build_precision
 from headway.core.precision.mixed import halve_embeddings
-from headway.core.runtime import events, process, pulse
+from headway.core.runtime import events, heartbeat_file, process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.control import note_progress
@@ -29,16 +30,20 @@ from headway.core.strategies.build import choose_strategy
 from headway.core.training.behavior import Behavior
 from headway.core.training.checks.bypass import BypassDetector
 from headway.core.training.checks.notices import NonFiniteNotice
-from headway.core.training.checks.replicas import ReplicaCheck, RowCountCheck
+from headway.core.training.checks.replicas import ReplicaCheck
+from headway.core.training.checks.row_counts import RowCountCheck
+from headway.core.training.guard import StepGuard
 from headway.core.training.hooks import StepHooks
 from headway.core.training.prepared.objects import PreparedObjects
 from headway.core.training.prepared.prepare import Preparation
 from headway.core.training.prepared.registry import AcceleratorRegistration, AcceleratorRegistry
 from headway.core.training.prepared.scheduler import choose_rule
 from headway.core.training.run import Run
+from headway.core.training.seen_data import SeenData
 from headway.core.training.settings import Settings
-from headway.core.training.step import StepGuard, TrainingStep, WholeStep
-from headway.core.training.windows import UpdateClock
+from headway.core.training.step import TrainingStep
+from headway.core.training.update_clock import UpdateClock
+from headway.core.training.whole_step import WholeStep
 
 ModelTransform = Callable[[torch.nn.Module], Any]
 
@@ -88,13 +93,13 @@ def build_run(
     accumulation = resolve_accumulation(
         steps, settings.accumulation_plugin, settings.global_batch_size, settings.origin
     )
-    replays_batches = is_automatic(settings.microbatching, accumulation)
+    replays_batches = splits_batches_automatically(settings.microbatching, accumulation)
     strategy = choose_strategy(layout, collectives, mixed_precision, replays_batches)
     # An engine such as DeepSpeed scales losses itself.
     scaler_options = layout.options.disable_loss_scaling() if strategy.capabilities.scales_losses else layout.options
-    loader_events = LoaderEvents()
     prepared = PreparedObjects(strategy.free_gathered)
-    is_watched = pulse.is_watched() or runtime.world_size > 1
+    reads = BatchReads(partial(runtime.scope.get_or_create(AcceleratorRegistry).find_other_loader, prepared))
+    is_watched = heartbeat_file.is_watched() or runtime.world_size > 1
     return Run(
         runtime=runtime,
         collectives=collectives,
@@ -106,14 +111,14 @@ def build_run(
         strategy=strategy,
         precision=build_precision(mixed_precision, runtime.hardware, scaler_options, strategy),
         clock=UpdateClock(),
-        events=loader_events,
+        seen=SeenData(reads, collectives, strategy),
+        events=LoaderEvents(reads),
         prepared=prepared,
         windows=behavior.windows(
             accumulation.num_steps,
-            loader_events,
+            reads,
             accumulation.sync_with_dataloader,
             accumulation.sync_each_batch,
-            partial(runtime.scope.get_or_create(AcceleratorRegistry).find_other_loader, prepared),
             clips_partial_gradients=behavior.clips_partial_gradients,
         ),
         hooks=StepHooks(

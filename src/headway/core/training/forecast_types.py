@@ -66,7 +66,8 @@ class Timeline:
         places: Index of the representative event of each stretch, in ascending order.
         sizes: Bytes in use at each event in `places`, by kind of memory. Only kinds that occur are included, in the
             order of `KINDS`.
-        phases: Pairs of a phase, such as "step 1 forward", and the index of its first event.
+        phases: Pairs of a phase, such as "step 1 forward", and the index of its first event, in order. With gradient
+            accumulation, "forward" and "backward" of a step occur once for each micro-batch.
     """
 
     places: tuple[int, ...]
@@ -108,7 +109,9 @@ class Forecast:
         seconds: Duration of the forecast in seconds.
         caveats: Assumptions and known gaps of this forecast, as sentences.
         strategy: Layout over ranks, or "" for one process.
-        num_ranks: World size. With more than one rank, the sizes are those of rank 0.
+        num_ranks: World size. With more than one rank, the sizes are those of the rank `rank`.
+        rank: Rank whose memory is forecast, which needs as much as any other rank or more. 0 unless single ranks update
+            full parameters for all others, as with Muon and Adafactor under `fsdp`.
     """
 
     device: str
@@ -132,6 +135,7 @@ class Forecast:
     caveats: tuple[str, ...]
     strategy: str = ""
     num_ranks: int = 1
+    rank: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as nested dictionaries that can be written as JSON."""
@@ -162,7 +166,8 @@ class Forecast:
         if self.longest_sequence is not None:
             lines.append(f"longest sequence in a batch of {self.batch_size}: {self.longest_sequence:,}")
         lines += [f"note: {caveat}" for caveat in self.caveats]
-        return "\n".join([*lines, f"traced {self.num_traces} training steps in {self.seconds:.1f} s"])
+        noun = "training step" if self.num_traces == 1 else "training steps"
+        return "\n".join([*lines, f"traced {self.num_traces} {noun} in {self.seconds:.1f} s"])
 
     def _describe_ranks(self) -> str:
-        return f"rank 0 of {self.num_ranks:,} under {self.strategy}, " if self.num_ranks > 1 else ""
+        return f"rank {self.rank:,} of {self.num_ranks:,} under {self.strategy}, " if self.num_ranks > 1 else ""

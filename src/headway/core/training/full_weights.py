@@ -17,17 +17,10 @@ from headway.core.runtime.control_plane.conditional_calls import RankConditional
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
 from headway.core.training.gathered_tensors import gather_and_save, gather_state_dict, run_on_rank_0
-from headway.core.weights.compiled import accept_bare_names, remove_compiled_levels, rename_bare_items
-from headway.core.weights.export import (
-    has_adapters,
-    push_folder,
-    save_pickled,
-    save_weights,
-    write_configurations,
-)
-from headway.core.weights.pieces import (
-    is_sharded,
-)
+from headway.core.weights.compiled import accept_bare_names, rename_bare_items
+from headway.core.weights.export import save_pickled, save_weights
+from headway.core.weights.pieces import is_sharded
+from headway.core.weights.pretrained_files import has_adapters, push_folder, write_configurations
 from headway.errors import ConfigError
 
 
@@ -209,7 +202,7 @@ class FullWeights:
     def export(self, model: torch.nn.Module, call: str, is_safe: bool = True) -> dict[str, Any]:
         """Return the model's tensors by name. Sharded tensors are not gathered: they contain this rank's shards.
 
-        The names have no prefixes of `torch.compile`. The quantization data of sharded bitsandbytes layers is included.
+        The names have no prefixes of `torch.compile`.
 
         Args:
             model: Model to export.
@@ -223,13 +216,6 @@ class FullWeights:
         """
         self._begin_gather(model, call)
         tensors = dict(rename_bare_items(self._strategy.export_state(model)))
-        for path, module in model.named_modules():
-            name = remove_compiled_levels(f"{path}.").removesuffix(".")
-            # bitsandbytes itself exports quantization data only from the weight, which sharding has replaced.
-            quant_state: Any = getattr(module, "quant_state", None)
-            if quant_state is not None and is_sharded(tensors.get(f"{name}.weight")):
-                quantization = quant_state.as_dict(packed=True)
-                tensors |= {f"{name}.weight.{key}": value for key, value in quantization.items()}
         if is_safe:
             _refuse_objects(tensors)
         return tensors

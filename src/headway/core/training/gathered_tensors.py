@@ -13,19 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.weights.export import (
-    list_write_order,
-    save_weights,
-    split_ties,
-)
-from headway.core.weights.pieces import (
-    ShardCutter,
-    ShardPiece,
-    is_dtensor,
-    is_sharded,
-    make_slices,
-)
-from headway.core.weights.shards import get_raw_bytes, view_as_bits
+from headway.core.weights.export import list_write_order, save_weights, split_ties
+from headway.core.weights.pieces import ShardPiece, is_dtensor, is_sharded, make_slices
+from headway.core.weights.shard_cutter import ShardCutter
+from headway.core.weights.tensor_bytes import get_raw_bytes, view_as_bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
 
@@ -102,14 +93,15 @@ class GatheredTensor:
         """
         self.is_done = True
         rank = self._collectives.rank
-        own = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
+        own_boxes = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
         for source, offsets, shape in self._iterate_boxes():
-            if rank == source == 0 and out is not None:
-                view_as_bits(out[make_slices(offsets, shape)]).copy_(view_as_bits(own[offsets]))
-            elif rank == source != 0:
-                self._send_box(get_raw_bytes(own[offsets]))
-            elif rank == 0 and source != 0:
+            if rank == 0 and source == 0:
+                if out is not None:
+                    view_as_bits(out[make_slices(offsets, shape)]).copy_(view_as_bits(own_boxes[offsets]))
+            elif rank == 0:
                 self._receive_box(out, offsets, shape, source)
+            elif rank == source:
+                self._send_box(get_raw_bytes(own_boxes[offsets]))
 
     def _iterate_boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Yield the rectangular parts that make up the full tensor, as tuples (sending rank, offsets, shape)."""
@@ -175,27 +167,41 @@ def wrap_sharded_tensors(tensors: Mapping[str, Any], collectives: Collectives) -
     cutter = ShardCutter()
     pieces = {name: cutter.cut_tensor(each) if is_dtensor(each) else each for name, each in tensors.items()}
     sharded = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
+    _check_complete(sharded, collectives)
+    return pieces | {name: GatheredTensor(each, collectives) for name, each in sharded.items()}
+
+
+def _check_complete(sharded: Mapping[str, ShardPiece], collectives: Collectives) -> None:
+    """Check that all ranks hold the same sharded tensors, and that their parts together are complete tensors.
+
+    Every rank must call this function.
+
+    Args:
+        sharded: This rank's parts of the sharded tensors, by name.
+        collectives: Collectives over all ranks.
+
+    Raises:
+        CheckpointError: If ranks hold different tensors, shard them differently, or together miss part of one.
+    """
     descriptions = [
         (name, each.shape, str(each.dtype), each.split and (each.split.size_runs, each.split.writer_progressions))
         for name, each in sharded.items()
     ]
-    # Values that this rank contributes to tensors whose split does not follow a rule.
-    own_counts = {
-        name: sum(box.values.numel() for box in each.boxes if box.is_written)
-        for name, each in sharded.items()
-        if each.split is None
-    }
-    digest = hashlib.sha256(repr(descriptions).encode()).hexdigest()
-    all_ranks: list[tuple[str, list[int]]] = collectives.gather_objects((digest, list(own_counts.values())))
+    own_digest = hashlib.sha256(repr(descriptions).encode()).hexdigest()
+    # Without a rule for the split, count the values that this rank contributes, because a missing part would be
+    # uninitialized memory.
+    irregular = {name: each for name, each in sharded.items() if each.split is None}
+    own_counts = [sum(box.values.numel() for box in each.boxes if box.is_written) for each in irregular.values()]
+    all_ranks: list[tuple[str, list[int]]] = collectives.gather_objects((own_digest, own_counts))
     if len({digest for digest, _ in all_ranks}) > 1:
         raise CheckpointError("the ranks have different sharded tensors; pass the same model on every rank")
-    for name, *counts in zip(own_counts, *(each for _, each in all_ranks)):
-        num_values, num_contributed = prod(pieces[name].shape), sum(counts)
-        if num_contributed != num_values:  # a missing part would be uninitialized memory
+    for index, (name, piece) in enumerate(irregular.items()):
+        num_values = prod(piece.shape)
+        num_contributed = sum(counts[index] for _, counts in all_ranks)
+        if num_contributed != num_values:
             raise CheckpointError(
                 f"{name} has {num_values:,} values, but the ranks' parts of it have {num_contributed:,} in total"
             )
-    return pieces | {name: GatheredTensor(each, collectives) for name, each in sharded.items()}
 
 
 def gather_state_dict(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ class StepHooks:
 
     A list is empty while no feature needs it. Functions in lists whose name begins with "before" may raise an error, to
     prevent the step that would follow. No hook receives the loss. Losses are passed to the run's only `StepGuard`
-    (`headway.core.training.step`).
+    (`headway.core.training.guard`).
 
     Attributes:
         before_learning: Called before a micro-batch begins, and before a standalone backward, which is outside any
@@ -28,7 +28,9 @@ class StepHooks:
         before_forward: Called before a prepared model's outermost call, with the model and the call's arguments.
         before_backward: Called before the backward of a loss.
         unweighed: Called when a loss gets weight 1, because its number of items is unknown.
-        gradients_final: Called when the gradients of an accumulation window are final.
+        gradients_final: Called when the gradients of an accumulation window are final, after its last micro-batch's first
+            backward.
+        gradients_changed: Called when a further backward of the last micro-batch has been added to final gradients.
         before_update: Called before an optimizer steps on final gradients.
         updated: Called with an optimizer and the number of its accumulation window, after the optimizer has made an
             update that no replay will undo.
@@ -46,6 +48,7 @@ class StepHooks:
     before_backward: list[Callable[[], None]] = field(default_factory=list)
     unweighed: list[Callable[[], None]] = field(default_factory=list)
     gradients_final: list[Callable[[], None]] = field(default_factory=list)
+    gradients_changed: list[Callable[[], None]] = field(default_factory=list)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     updated: list[Callable[[torch.optim.Optimizer, int], None]] = field(default_factory=list)
     before_swap: list[Callable[[], None]] = field(default_factory=list)

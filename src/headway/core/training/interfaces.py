@@ -170,10 +170,16 @@ class ThroughputMeter(Protocol):
     def paused(self) -> AbstractContextManager[None]:
         """Return a context during which time is not measured, for example for a save."""
 
-    def add(self, tokens: float | torch.Tensor) -> None:
-        """Add tokens of this rank to the token count.
+    def add(self, tokens: float | torch.Tensor, padding: float | torch.Tensor = 0) -> None:
+        """Add tokens of this rank to the token count. Padding tokens are counted separately.
 
         A tensor on an accelerator is read only when values are requested.
+        """
+
+    def seen(self) -> dict[str, int]:
+        """Return the updates, samples and tokens of all ranks since the run's first update, over all resumes.
+
+        The keys are `num_updates`, `samples_seen`, `tokens_seen` and `padding_tokens_seen`. Every rank must call it.
         """
 
     def values(self) -> dict[str, float]:
@@ -196,11 +202,11 @@ class ThroughputMeter(Protocol):
     def show_in_bars(self) -> None:
         """Show the recent throughput in all progress bars of `headway.track` in this process."""
 
-    def fact(self) -> str:
-        """Return one line of text with samples and tokens per second and the share of time spent waiting for data."""
+    def format_rates(self) -> str:
+        """Return one line with samples and tokens per second, `mfu` and the fraction of time spent waiting for data."""
 
     def count_flops(self) -> None:
-        """Count the FLOPs of the next batch of a prepared loader, and assume them for all later batches."""
+        """Count the FLOPs per sample in the next batch of a prepared loader, and use this count for all later batches."""
 
     @property
     def peak(self) -> PeakRate:

@@ -59,7 +59,7 @@ class LocalTraining:
         self.blocks: dict[torch.nn.Module, LocalBlock] = {}
         self.diverged: WeakSet[torch.nn.Module] = WeakSet()
         self._windows = windows
-        self._interrupted: WeakKeyDictionary[torch.nn.Module, _InterruptedBlock] = WeakKeyDictionary()
+        self._interrupted_blocks: WeakKeyDictionary[torch.nn.Module, _InterruptedBlock] = WeakKeyDictionary()
 
     @property
     def num_windows(self) -> int:
@@ -76,7 +76,7 @@ class LocalTraining:
             num_steps: Number of optimizer steps made in the saved block.
             restore_values: Function that restores this rank's own values in the model.
         """
-        self._interrupted[model] = _InterruptedBlock(self.num_windows, num_steps, restore_values)
+        self._interrupted_blocks[model] = _InterruptedBlock(self.num_windows, num_steps, restore_values)
 
     def begin_block(self, block: LocalBlock) -> int:
         """Register a local SGD block as active.
@@ -88,7 +88,7 @@ class LocalTraining:
         """
         self.blocks[block.model] = block
         self.diverged.add(block.model)
-        interrupted = self._interrupted.pop(block.model, None)
+        interrupted = self._interrupted_blocks.pop(block.model, None)
         if interrupted is None or interrupted.num_windows != self.num_windows:
             return 0
         interrupted.restore_values()

@@ -1,6 +1,6 @@
 """Gathering of per-sample results from all ranks, in the order of the data and without padding samples."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ def gather_for_metrics(
     num_rows = None if loader is None else loader.num_rows
     num_valid = None if loader is None else loader.num_valid
     gather = _MetricGather(num_rows, num_valid, _get_full_batch_size(loader), use_gather_object, collectives)
-    build_result = gather.record(tree)
+    build_result = gather.record_leaves(tree)
     gather.run()
     return build_result()
 
@@ -50,7 +50,7 @@ def warn_of_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -
 
     Args:
         tree: Tensors to gather.
-        loader: Loader that returned the current batch.
+        loader: Loader that returned the current batch. None: there is nothing to warn of.
         num_ranks: Number of ranks that contribute rows.
     """
     num_rows = None if loader is None else loader.num_rows
@@ -78,7 +78,9 @@ def _get_full_batch_size(loader: PreparedLoader | None) -> int | None:
 class _MetricGather:
     """One gather of a nested structure: the leaves to send, and later the values received from all ranks.
 
-    Tensors are gathered together in one collective. Arrays and lists with one item per sample are gathered as objects.
+    First, `record_leaves` collects the leaves to send. Then `run` gathers them all, in at most two collectives: one for
+    tensors, and one for arrays and lists with one item per sample, which are sent as pickled objects. Finally, the
+    function that `record_leaves` returned builds the result.
 
     Attributes:
         num_rows: Number of rows in this rank's batch, or None if unknown.
@@ -88,8 +90,8 @@ class _MetricGather:
         collectives: Collectives over the ranks.
         tensors: Tensors to send, without padding.
         sequences: Arrays and lists to send, without padding.
-        gathered_tensors: For each of `tensors`, the concatenated tensor. Set by `run`.
-        gathered_sequences: For each of `sequences`, those of all ranks, in rank order. Set by `run`.
+        gathered_tensors: For each of `tensors`, the tensors of all ranks, concatenated. Empty before `run`.
+        gathered_sequences: For each of `sequences`, those of all ranks, concatenated. Empty before `run`.
     """
 
     num_rows: int | None
@@ -99,48 +101,81 @@ class _MetricGather:
     collectives: Collectives
     tensors: list[torch.Tensor] = field(default_factory=list)
     sequences: list[Any] = field(default_factory=list)
-    gathered_tensors: Iterator[torch.Tensor] = field(init=False)
-    gathered_sequences: Iterator[Sequence[Any]] = field(init=False)
+    gathered_tensors: list[torch.Tensor] = field(default_factory=list)
+    gathered_sequences: list[Any] = field(default_factory=list)
 
     def run(self) -> None:
-        """Gather the recorded leaves from all ranks."""
-        self.gathered_tensors = iter(self.collectives.gather(self.tensors))
-        self.gathered_sequences = zip(*self.collectives.gather_objects(self.sequences)) if self.sequences else iter(())
+        """Gather the recorded leaves from all ranks. Every rank must call it."""
+        self.gathered_tensors = list(self.collectives.gather(self.tensors))
+        if self.sequences:
+            sequences_by_rank = self.collectives.gather_objects(self.sequences)
+            self.gathered_sequences = [_concatenate(of_all_ranks) for of_all_ranks in zip(*sequences_by_rank)]
 
-    def record(self, tree: Tree) -> Callable[[], Any]:
+    def record_leaves(self, tree: Tree) -> Callable[[], Any]:
         """Record the leaves of a tree for the gather.
 
+        This is a collective if the tree contains lists of tensors or containers, because ranks agree on their meaning.
+
+        Args:
+            tree: Nested structure, as for `gather_for_metrics`.
+
         Returns:
-            A function that builds a tree with the structure of `tree` from the gathered values. Call it after `run`. It
-                takes the values in the order in which the leaves were recorded.
+            A function without arguments that builds a tree with the structure of `tree` from the gathered values. Call
+                it after `run`. A mapping becomes a plain dict.
 
         Raises:
             MetricError: If a leaf does not have one entry per sample, or if a list is ambiguous.
         """
         if isinstance(tree, torch.Tensor):
-            self._check_length(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")
-            self.tensors.append(tree[: self.num_valid])
-            return lambda: next(self.gathered_tensors)
+            return self._record_tensor(tree)
         if isinstance(tree, Mapping):
-            builders = {key: self.record(value) for key, value in tree.items()}
+            builders = {key: self.record_leaves(value) for key, value in tree.items()}
             return lambda: {key: build() for key, build in builders.items()}
-        if isinstance(tree, tuple) or (isinstance(tree, list) and self._is_structure(tree)):
-            kind = type(tree) if isinstance(tree, tuple) else list
-            item_builders = [self.record(value) for value in tree]
-            if hasattr(kind, "_fields"):  # a NamedTuple
-                return lambda: kind(*(build() for build in item_builders))
-            return lambda: kind(build() for build in item_builders)
+        if isinstance(tree, tuple):
+            return self._record_items(tree, type(tree))
+        if isinstance(tree, list) and self._is_structure(tree):
+            return self._record_items(tree, list)
         if isinstance(tree, numpy.ndarray):
-            self._check_length(tree.shape[0] if tree.ndim else None, f"an array of shape {tree.shape}")
-        elif isinstance(tree, list):
-            self._check_length(len(tree), f"a list of {len(tree)} items")
-        else:
-            raise MetricError(
-                f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which does not hold one entry per sample; give "
-                "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
-            )
-        self.sequences.append(tree[: self.num_valid])
-        return lambda: _concatenate(next(self.gathered_sequences))
+            return self._record_sequence(tree, tree.shape[0] if tree.ndim else None, f"an array of shape {tree.shape}")
+        if isinstance(tree, list):
+            return self._record_sequence(tree, len(tree), f"a list of {len(tree)} items")
+        raise MetricError(
+            f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which does not hold one entry per sample; give "
+            "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
+        )
+
+    def _record_tensor(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Record a tensor with one row per sample, and return a function that returns the gathered tensor."""
+        self._check_length(tensor.shape[0] if tensor.ndim else None, f"a tensor of shape {tuple(tensor.shape)}")
+        index = len(self.tensors)
+        self.tensors.append(tensor[: self.num_valid])
+        return lambda: self.gathered_tensors[index]
+
+    def _record_sequence(self, values: Any, length: int | None, description: str) -> Callable[[], Any]:
+        """Record an array or a list with one entry per sample, and return a function that returns the gathered one.
+
+        Args:
+            values: Array or list.
+            length: Number of its entries, or None for an array without dimensions.
+            description: Description of the values, for messages.
+        """
+        self._check_length(length, description)
+        index = len(self.sequences)
+        self.sequences.append(values[: self.num_valid])
+        return lambda: self.gathered_sequences[index]
+
+    def _record_items(self, items: Sequence[Any], sequence_type: Any) -> Callable[[], Any]:
+        """Record the leaves of all items, and return a function that builds a sequence of the gathered items.
+
+        Args:
+            items: Items of a tuple or list, each of which is a tree.
+            sequence_type: Type of the built sequence: `list`, `tuple`, or a subclass of `tuple`.
+        """
+        builders = [self.record_leaves(item) for item in items]
+        is_named_tuple = hasattr(sequence_type, "_fields")
+        if is_named_tuple:
+            return lambda: sequence_type(*[build() for build in builders])
+        return lambda: sequence_type([build() for build in builders])
 
     def _is_structure(self, values: list[Any]) -> bool:
         """Whether a list is a structure of per-sample values, and does not itself have one item per sample.
@@ -153,17 +188,17 @@ class _MetricGather:
         is_nested = bool(values) and all(isinstance(v, torch.Tensor | list | Mapping | tuple) for v in values)
         if self.is_list_per_sample or not is_nested:
             return False
-        are_tensors = all(isinstance(value, torch.Tensor) for value in values)
         if self.num_rows is None:
-            return are_tensors
-        # On one rank the lengths can be equal by chance, so a rank on which they differ decides for all.
+            return all(isinstance(value, torch.Tensor) for value in values)
         own_may_be_items = len(values) == self.num_rows
-        own_may_be_structure = not own_may_be_items or all(
+        have_batch_rows = all(
             isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == self.num_rows for value in values
         )
+        own_may_be_structure = have_batch_rows or not own_may_be_items
+        # On one rank the lengths can be equal by chance, so a rank on which they differ decides for all.
         answers = self.collectives.gather_numbers([float(own_may_be_items), float(own_may_be_structure)])
-        may_be_items = all(items for items, _ in answers)
-        may_be_structure = all(structure for _, structure in answers)
+        may_be_items = all(rank_may_be_items for rank_may_be_items, _ in answers)
+        may_be_structure = all(rank_may_be_structure for _, rank_may_be_structure in answers)
         if may_be_items and may_be_structure and len(answers) > 1:
             raise MetricError(
                 f"gather_for_metrics got a list of {len(values)} tensors of {self.num_rows} rows each for a batch of {self.num_rows} "
@@ -172,35 +207,36 @@ class _MetricGather:
             )
         return may_be_structure
 
-    def _check_length(self, length: int | None, what: str) -> None:
+    def _check_length(self, length: int | None, description: str) -> None:
         """Check that a leaf has one entry per sample.
 
-        In the short last batch of a loader, also accept the length of a full batch, with a warning: scripts repeat a
-        loss that often.
+        In the short last batch of a loader, also accept the length of a full batch, with a warning. Scripts often
+        repeat a loss by the configured batch size, as in `loss.repeat(batch_size)`.
 
         Args:
             length: Number of entries, or None for a single value.
-            what: Description of the leaf, for messages.
+            description: Description of the leaf, for messages.
 
         Raises:
             MetricError: If the leaf has another length.
         """
         if length is None:
             raise MetricError(
-                f"gather_for_metrics got {what}, which is one value for the whole batch; it would be joined as if it were a sample. "
-                "Use reduce_mean(total, weight) for a mean, or gather() for one value per rank"
+                f"gather_for_metrics got {description}, which is one value for the whole batch; it would be joined as if it were a "
+                "sample. Use reduce_mean(total, weight) for a mean, or gather() for one value per rank"
             )
         if self.num_rows is None or length == self.num_rows:
             return
-        if self.num_valid is None or length != self.full_batch_size or length < self.num_rows:
+        is_full_length = length == self.full_batch_size and length > self.num_rows
+        if self.num_valid is None or not is_full_length:
             raise MetricError(
-                f"gather_for_metrics got {what} for a batch of {self.num_rows} samples; give one entry per sample, or use gather() "
-                "for values that are not per sample"
+                f"gather_for_metrics got {description} for a batch of {self.num_rows} samples; give one entry per sample, or use "
+                "gather() for values that are not per sample"
             )
         log.warning_once(
             "gather_for_metrics got %s for a batch of %d samples, the short last one of its loader: only the first %d count. "
             "Write loss.repeat(len(batch)) instead of repeating to the batch size",
-            what,
+            description,
             self.num_rows,
             self.num_valid,
         )

@@ -18,7 +18,7 @@ import torch
 
 from headway.core.training.prepared.objects import iterate_parameters
 from headway.core.training.run import Run
-from headway.core.training.windows import AccumulationWindow
+from headway.core.training.windows import AccumulationWindow, WindowStash
 
 BACKWARD_AFTER_STEP = (
     "backward() came after step() or zero_grad() in one accumulate() block, whose window has several micro-batches: both wait for "
@@ -57,13 +57,13 @@ class ModelTurns:
         self._prepared = run.prepared
         self._strategy = run.strategy
         # Caches, and the counts of prepared objects for which they are valid.
-        self._others: dict[frozenset[int], OtherModels] = {}  # by the IDs of the models that train
+        self._others_by_models: dict[frozenset[int], OtherModels] = {}  # by the IDs of the models that train
         self._model_ids: dict[int, set[int]] = {}  # by the ID of the optimizer that trains the models
         self._cached_counts: Any = None
 
     def forget_models(self) -> None:
         """Clear the cached lists of models, and of the parameters that each optimizer trains."""
-        self._others = {}
+        self._others_by_models = {}
         self._model_ids = {}
         self._cached_counts = None
 
@@ -91,13 +91,16 @@ class ModelTurns:
         stored for their own windows.
         """
         for other in self._windows.find_pending_windows(window):
-            already_stashed = {key for ids, _ in other.stashed_gradients for key in ids}
-            own = {id(p) for p in self._prepared.list_parameters_of(window)} - already_stashed
-            shared = [p for p in self._prepared.list_parameters_of(other) if id(p) in own]
+            already_stashed = {key for stash in other.stashed_gradients for key in stash.parameter_ids}
+            own_ids = {id(p) for p in self._prepared.list_parameters_of(window)}
+            shared = [
+                p for p in self._prepared.list_parameters_of(other) if id(p) in own_ids and id(p) not in already_stashed
+            ]
             if shared:
-                other.stashed_gradients += ((frozenset(map(id, shared)), self._strategy.stash_gradients(shared)),)
-        for _, gradients in window.stashed_gradients:
-            self._strategy.restore_gradients(gradients)
+                stash = WindowStash(frozenset(map(id, shared)), self._strategy.stash_gradients(shared))
+                other.stashed_gradients += (stash,)
+        for stash in window.stashed_gradients:
+            self._strategy.restore_gradients(stash.gradients)
         window.stashed_gradients = ()
 
     # ---------------------------------------------------------------- models that train together
@@ -127,6 +130,8 @@ class ModelTurns:
     def _find_window(self, model_ids: set[int]) -> AccumulationWindow | None:
         """Return the accumulation window in which one of these models trained last, with its gradients restored.
 
+        None if none of these models has trained yet.
+
         Args:
             model_ids: IDs of the models. If empty, return the current window.
         """
@@ -145,9 +150,9 @@ class ModelTurns:
             return _NONE
         self._refresh_cache()
         key = frozenset(map(id, models))
-        if key not in self._others:
-            self._others[key] = self._find_other_models(key)
-        return self._others[key]
+        if key not in self._others_by_models:
+            self._others_by_models[key] = self._find_other_models(key)
+        return self._others_by_models[key]
 
     def _refresh_cache(self) -> None:
         """Clear the cached lists if models or optimizers were prepared or released since the lists were computed."""
@@ -160,37 +165,55 @@ class ModelTurns:
 
     def find_owners(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Return the IDs of the models that own at least one of these parameters exclusively."""
-        models_with: dict[int, list[int]] = {}
+        models_by_parameter: dict[int, list[int]] = {}  # IDs of models by the ID of the parameter
         for model_id, own in self._prepared.parameters.items():
             for p in own:
-                models_with.setdefault(id(p), []).append(model_id)
+                models_by_parameter.setdefault(id(p), []).append(model_id)
         owners = set()
         for parameter in parameters:
-            model_ids = models_with.get(id(parameter), [])
+            model_ids = models_by_parameter.get(id(parameter), [])
             if len(model_ids) == 1:
                 owners.add(model_ids[0])
         return owners
 
     def _find_other_models(self, model_ids: frozenset[int]) -> OtherModels:
-        """Compute the result of `find_other_models` for models with these IDs."""
-        trained = [{id(p): p for p in iterate_parameters(each.optimizer)} for each in self._prepared.optimizers]
-        owners = [self.find_owners(parameters.values()) for parameters in trained]  # models of each optimizer
-        # Add the models that share an optimizer with these models, then those that share one with the added models, ...
-        together, previous_size = set(model_ids), -1
-        while len(together) != previous_size:
-            previous_size = len(together)
-            together.update(*(models for models in owners if not together.isdisjoint(models)))
-        own_ids = {id(p) for model_id in together for p in self._prepared.parameters.get(model_id, ())}
-        other_parameters: dict[int, torch.nn.Parameter] = {}
-        for parameters, models in zip(trained, owners):
-            if not together.isdisjoint(models):
-                own_ids.update(parameters)
-            elif models:
-                other_parameters.update(parameters)
-        other_parameters = {key: p for key, p in other_parameters.items() if key not in own_ids}
+        """Return the models and parameters that must get no gradient while the models with these IDs train.
+
+        This is `find_other_models` without its cache.
+        """
+        prepared = self._prepared
+        # For each optimizer, its parameters and the IDs of the models that it trains.
+        parameters_by_optimizer = [list(iterate_parameters(each.optimizer)) for each in prepared.optimizers]
+        models_by_optimizer = [self.find_owners(parameters) for parameters in parameters_by_optimizer]
+        together = _expand_by_optimizers(model_ids, models_by_optimizer)
+        own_ids = {id(p) for model_id in together for p in prepared.parameters.get(model_id, ())}
+        others_by_id: dict[int, torch.nn.Parameter] = {}
+        for parameters, optimizer_models in zip(parameters_by_optimizer, models_by_optimizer):
+            if not together.isdisjoint(optimizer_models):
+                own_ids.update(map(id, parameters))
+            elif optimizer_models:
+                others_by_id.update((id(p), p) for p in parameters)
+        other_parameters = {key: p for key, p in others_by_id.items() if key not in own_ids}
         other_models = [
-            model
-            for model in self._prepared.models
-            if any(id(p) in other_parameters for p in self._prepared.parameters[id(model)])
+            model for model in prepared.models if any(id(p) in other_parameters for p in prepared.parameters[id(model)])
         ]
         return OtherModels(tuple(other_parameters.values()), tuple(other_models))
+
+
+def _expand_by_optimizers(model_ids: Iterable[int], models_by_optimizer: Sequence[set[int]]) -> set[int]:
+    """Return the IDs of all models that train together with the given ones, and of these models themselves.
+
+    Models that share an optimizer train together. So do models that share one with such a model, and so on.
+
+    Args:
+        model_ids: IDs of the models.
+        models_by_optimizer: For each optimizer, the IDs of the models that it trains.
+    """
+    together = set(model_ids)
+    previous_size = -1
+    while len(together) != previous_size:
+        previous_size = len(together)
+        for optimizer_models in models_by_optimizer:
+            if not together.isdisjoint(optimizer_models):
+                together |= optimizer_models
+    return together

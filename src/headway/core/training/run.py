@@ -15,7 +15,9 @@ from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
 from headway.core.training.hooks import StepHooks
 from headway.core.training.prepared.objects import PreparedObjects
-from headway.core.training.windows import AccumulationWindows, UpdateClock
+from headway.core.training.seen_data import SeenData
+from headway.core.training.update_clock import UpdateClock
+from headway.core.training.windows import AccumulationWindows
 
 
 @dataclass(eq=False)
@@ -35,6 +37,7 @@ class Run:
         strategy: Strategy that runs backward and reduces gradients.
         precision: Precision that scales losses.
         clock: Counter of updates.
+        seen: Counter of the samples and tokens that the run has trained on.
         events: Callbacks for events of the loaders.
         prepared: Prepared models, optimizers, loaders and schedulers.
         windows: Accumulation windows.
@@ -57,6 +60,7 @@ class Run:
     strategy: Strategy
     precision: Precision
     clock: UpdateClock
+    seen: SeenData
     events: LoaderEvents
     prepared: PreparedObjects
     windows: AccumulationWindows

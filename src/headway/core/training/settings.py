@@ -10,8 +10,8 @@ from headway.core.config.engine_plugin import EnginePlugin
 from headway.core.config.engines import EngineOptions, collect_options
 from headway.core.config.guards import NonFinitePolicy, SpikePolicy
 from headway.core.config.layout_choice import RequestedLayout
+from headway.core.config.layout_request import LayoutPlugin
 from headway.core.config.load import resolve_run_setting
-from headway.core.config.parallelism import LayoutPlugin
 from headway.core.config.preemption import Preemption, resolve_preemption
 from headway.core.config.run import (
     DataLoaderConfiguration,
@@ -22,8 +22,8 @@ from headway.core.config.run import (
     resolve_project,
 )
 from headway.core.runtime.collectives.rng import resolve_generator_names
+from headway.core.training.loss_policy import LossPolicy
 from headway.core.training.prepared.scheduler import SchedulerStepRule
-from headway.core.training.windows import LossPolicy
 
 
 @dataclass(frozen=True)

@@ -26,134 +26,38 @@ may step after a micro-batch of the other. So these methods first find the windo
 (`find_window_of_optimizer`, `_find_window_of_parameters`). With a single optimizer, it is always the current one, and
 the search is skipped.
 
-The file contains four classes:
-
-- `StepGuard` watches losses and gradients, and may refuse an update. This base class only warns.
-- `MicroBatch` is the context manager that `accumulate` returns.
-- `TrainingStep` is the base class of the steps. A step receives all objects that it needs in its constructor.
-- `WholeStep` runs each batch once. Another step, in `headway.extras.replay`, splits a batch into pieces (smaller
-  micro-batches), and repeats the batch if memory ran out.
+`WholeStep` (`whole_step.py`) runs each batch once. Another step, in `headway.extras.replay`, splits a batch into pieces
+(smaller micro-batches), and repeats the batch if memory ran out. A step receives all objects that it needs in its
+constructor.
 
 This code runs for every micro-batch of every run, so disabled features must cost nothing. A disabled feature is an
 empty list or a flag that is set at construction, not a call that does nothing.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 
-from headway.core.runtime.collectives.tree import Tree, find_batch_size
+from headway.core.runtime.collectives.tree import Tree
 from headway.core.strategies.base import Strategy, does_override
-from headway.core.training.checks.first_window import STANDALONE_BACKWARDS, FirstWindow
+from headway.core.training.checks.first_window import FirstWindow
 from headway.core.training.checks.loss_errors import refuse_loss, refuse_weight
-from headway.core.training.checks.notices import NonFiniteNotice, SkippedUpdates
+from headway.core.training.checks.loss_weights import LossWeightSums
+from headway.core.training.guard import StepGuard
+from headway.core.training.loss_policy import LossPolicy
 from headway.core.training.model_turns import BACKWARD_AFTER_STEP, ModelTurns
 from headway.core.training.run import Run
-from headway.core.training.task import BatchTask, Weigher
-from headway.core.training.windows import UNSPLIT, AccumulationWindow, BatchPiece, LossPolicy, LossWeight
+from headway.core.training.task import BatchTask, RowSplitter, Weigher
+from headway.core.training.windows import UNSPLIT, AccumulationWindow, LossWeight
 from headway.errors import LossError, StateError
 from headway.log import get_logger
 
 log = get_logger(__name__)
 
 _NO_CONTEXT = nullcontext()
-
-
-class StepGuard:
-    """Object that watches losses and gradients, and may refuse an update.
-
-    This base class only reports non-finite losses.
-
-    Args:
-        run: Run of the Accelerator.
-        notice: Object that warns of non-finite losses. None in a dry run, whose tensors have no values.
-
-    Attributes:
-        non_finite_guard: The guard itself if it applies the policy `on_non_finite`, else None.
-        spike_guard: The guard itself if it applies the policy `on_spike`, else None.
-    """
-
-    can_refuse_updates: ClassVar[bool] = False
-    """Whether the guard may refuse updates.
-
-    If False, the training step does not call `watch`, `before_clip` and `after_clip`, and it calls `after_step` only
-    for a skipped update.
-    """
-    non_finite_guard: "StepGuard | None" = None
-    spike_guard: "StepGuard | None" = None
-
-    def __init__(self, run: Run, notice: NonFiniteNotice | None = None) -> None:
-        self._run = run
-        self._notice = notice
-        self._skips = SkippedUpdates(run.clock)
-        self._has_delayed_losses = False
-
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss on which to run backward. Called before each backward if `can_refuse_updates` is set.
-
-        This base class checks nothing and returns `loss` unchanged.
-        """
-        return loss
-
-    def after_backward(self, loss: torch.Tensor) -> None:
-        """Record the loss for the warning about non-finite losses, unless it is on the CPU and finite.
-
-        This is done after backward, because in a pipeline a loss has no value before. In a dry run, do nothing. The
-        training step does not call this method for losses with weight 0.
-        """
-        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
-            self._has_delayed_losses = True
-            self._notice.check_loss(loss)
-
-    def before_clip(
-        self, window: AccumulationWindow, parameters: Sequence[torch.Tensor], norm_type: float
-    ) -> torch.Tensor | None:
-        """Examine final gradients before they are clipped. This base class does nothing and returns None.
-
-        Args:
-            window: Accumulation window that trains the parameters.
-            parameters: Parameters whose gradients are about to be clipped.
-            norm_type: Order of the norm by which they are clipped.
-
-        Returns:
-            The total norm of the gradients if the guard has computed it, else None.
-        """
-        return None
-
-    def after_clip(self, window: AccumulationWindow, parameters: Sequence[torch.Tensor]) -> None:
-        """Examine final gradients after they were clipped. This base class does nothing.
-
-        Args:
-            window: Accumulation window that trains the parameters.
-            parameters: Parameters whose gradients were clipped.
-        """
-
-    def can_update(self, window: AccumulationWindow) -> bool:
-        """Whether an optimizer may step on the gradients of a closed accumulation window.
-
-        The result is equal on all ranks. This base class always returns True, and checks recorded losses that have
-        arrived on the host, for the warning about non-finite losses.
-
-        Args:
-            window: Window in which the optimizer's models trained last.
-        """
-        if self._notice is not None and self._has_delayed_losses:
-            self._notice.check_arrived_losses()
-        return True
-
-    def after_step(self, window: AccumulationWindow, did_step: bool) -> None:
-        """Record the update as skipped if the optimizer did not step.
-
-        Args:
-            window: Accumulation window of the update.
-            did_step: Whether the optimizer has stepped.
-        """
-        if not did_step:
-            self._skips.record_skip(window)
 
 
 class MicroBatch:
@@ -245,11 +149,13 @@ class TrainingStep(ABC):
         self.weighs_losses = policy.weighs_losses
         self._policy = policy
         self._first_window = FirstWindow(run)
+        self._weight_sums = LossWeightSums(run.strategy)
         # Find out once which methods the strategy overrides, so that micro-batches skip calls that would do nothing.
         self.can_defer = does_override(run.strategy, Strategy.micro_batch_context)
         self._has_engine_losses = does_override(run.strategy, Strategy.unshard_loss)
         self._replaces_parameters = does_override(run.strategy, Strategy.find_current)
         self._reduces_late = does_override(run.strategy, Strategy.reduce_gradients)
+        self._has_collective_norm = does_override(run.strategy, Strategy.compute_total_norm)
         self._keeps_gradients = does_override(run.strategy, Strategy.discard_update)
 
     # ---------------------------------------------------------------- accumulate
@@ -386,7 +292,11 @@ class TrainingStep(ABC):
             local, over_ranks = window.micro_weight
             window.has_gradient = True
             window.local_weight += local
-            if over_ranks is None or window.global_weight is None:
+            if weight is None:
+                window.has_default_weights = True
+            else:
+                window.has_given_weights = True
+            if over_ranks is None or window.global_weight is None or window.sums_weights:
                 window.global_weight = None  # only a collective over the ranks' local weights can provide the sum
             else:
                 window.global_weight += over_ranks
@@ -412,7 +322,7 @@ class TrainingStep(ABC):
         """
         windows = self.windows
         shard = self.strategy.data_shard
-        loader = windows.loader
+        loader = windows.reads.loader
         counts = None if loader is None else loader.pass_position.rank_batch.valid_counts
         if weight is not None:
             is_only_padding = counts is not None and counts[shard.index] == 0
@@ -554,7 +464,11 @@ class TrainingStep(ABC):
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         current = self._find_current_parameters(parameters)
-        if self._are_gradients_final(current):
+        is_final = self._are_gradients_final(current)
+        # The norm of partial gradients is a collective, too, if they are sharded.
+        if not self.run.clock.num_updates and (is_final or self._has_collective_norm):
+            self._compare_clipping("clip_grad_norm_", f"max_norm={max_norm:.4g}, norm_type={norm_type:g}")
+        if is_final:
             return self._clip_final(current, max_norm, norm_type)
         norm = self.precision.unscale_norm(self.strategy.compute_total_norm(current, norm_type))
         if self.windows.clips_partial_gradients:
@@ -562,20 +476,42 @@ class TrainingStep(ABC):
             self.strategy.clip_gradients(current, max_norm, norm_type, norm)
         return norm
 
+    def _compare_clipping(self, operation: str, arguments: str) -> None:
+        """Check in a handshake that all ranks clip before the first update, with equal arguments.
+
+        A rank that does not clip raises an error in the handshake of its next collective, which is a comparison before
+        its update. Otherwise, the ranks would make different updates, or wait in the collective of a norm until the
+        timeout. Do nothing while ranks train separately.
+
+        Args:
+            operation: "clip_grad_norm_" or "clip_grad_value_".
+            arguments: Arguments of the call as text.
+
+        Raises:
+            CollectiveError: On all ranks, if they do not make the same call.
+        """
+        if self.weighs_losses and self.strategy.get_peers() is not None:
+            self.strategy.everyone.gather_numbers((), operation, arguments)
+
     def _clip_final(self, parameters: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip final gradients by their global norm. Return the norm before clipping, and store it as `grad_norm`.
 
         fp16 gradients are unscaled first. If the guard has already computed the norm, reuse it.
+
+        Args:
+            parameters: Current parameters.
+            max_norm: Largest norm after clipping.
+            norm_type: Order of the norm.
         """
         if self.precision.scaler is not None:
             self._unscale_all(parameters)
-        guard, guard_norm = self.guard, None
-        if guard.can_refuse_updates:
+        if self.guard.can_refuse_updates:
             window = self._find_window_of_parameters(parameters) or self.windows.current
-            guard_norm = guard.before_clip(window, parameters, norm_type)
-        norm = self.strategy.clip_gradients(parameters, max_norm, norm_type, guard_norm)
-        if guard.can_refuse_updates:
-            guard.after_clip(window, parameters)
+            guard_norm = self.guard.before_clip(window, parameters, norm_type)
+            norm = self.strategy.clip_gradients(parameters, max_norm, norm_type, guard_norm)
+            self.guard.after_clip(window, parameters)
+        else:
+            norm = self.strategy.clip_gradients(parameters, max_norm, norm_type)
         self.grad_norm = norm
         return norm
 
@@ -591,6 +527,8 @@ class TrainingStep(ABC):
         """
         current = self._find_current_parameters(parameters)
         if self._are_gradients_final(current):
+            if not self.run.clock.num_updates:
+                self._compare_clipping("clip_grad_value_", f"clip_value={clip_value:.4g}")
             self._clamp_final(current, clip_value)
         elif self.windows.clips_partial_gradients and self.precision.scaler is None:
             self._clamp_gradients(current, clip_value)
@@ -650,7 +588,7 @@ class TrainingStep(ABC):
         False if the script has disabled optimizer steps until the next micro-batch (`sync_gradients = False`).
         """
         window = self._find_window_of_parameters(parameters)
-        return window is not None and self.windows.can_step(window)
+        return window is not None and window.is_closed and not self.windows.are_steps_disabled
 
     # ---------------------------------------------------------------- windows
 
@@ -683,18 +621,26 @@ class TrainingStep(ABC):
 
     @abstractmethod
     def apply_update(
-        self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        window: AccumulationWindow,
+        strategy: Strategy,
+        closure: Callable[[], Any] | None,
     ) -> bool:
-        """Make torch's optimizer step on the gradients of a closed accumulation window, unless the guard refuses.
+        """Make torch's optimizer step on the final gradients of an accumulation window, unless the guard refuses.
+
+        `PreparedOptimizer.step` calls it at the end of each window. Implementations first call `hooks.before_update`.
 
         Args:
-            optimizer: torch's own optimizer.
-            strategy: Strategy that set up the optimizer's parameters.
-            closure: Closure as for a torch optimizer, or None.
+            optimizer: torch's own optimizer, which `PreparedOptimizer` wraps.
+            window: Closed window in which the optimizer's models trained last.
+            strategy: Strategy that set up the optimizer's parameters. It can differ from that of this step if another
+                Accelerator prepared the model.
+            closure: Function that computes the loss again, as for torch's `step`. None: the optimizer needs none.
 
         Returns:
             Whether the parameters were updated. False if the guard refused the update, or fp16's gradient scaler
-                skipped it.
+                skipped it because gradients overflowed.
         """
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
@@ -722,15 +668,27 @@ class TrainingStep(ABC):
     # ---------------------------------------------------------------- batches
 
     @abstractmethod
-    def microbatches(self, batch: Tree) -> Iterator[Tree]:
+    def microbatches(self, batch: Tree, split: RowSplitter | None) -> Iterator[Tree]:
         """Yield the batch in pieces (groups of rows) that fit into memory, from the start again if memory runs out.
 
         Without automatic micro-batching, yield the batch itself.
+
+        Args:
+            batch: Batch to train on.
+            split: Function that slices the batch. None: slice all tensors that have as many rows as the batch.
+
+        Raises:
+            ConfigError: If `split` is not callable.
         """
 
     @abstractmethod
     def forward_backward(
-        self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
+        self,
+        batch: Tree,
+        fn: Callable[[Tree], torch.Tensor],
+        weight: Weigher | None,
+        reduction: str,
+        split: RowSplitter | None,
     ) -> torch.Tensor:
         """Run `fn` and backward on the batch, and return the mean loss per item over all ranks as a 0-d tensor.
 
@@ -742,9 +700,11 @@ class TrainingStep(ABC):
             weight: Function from the batch, or a piece of it, to the number of items that the loss was taken over.
                 None: the number of rows.
             reduction: Whether `fn` returns the "mean" or the "sum" of the loss over these items.
+            split: Function that slices the batch. None: slice all tensors that have as many rows as the batch.
 
         Raises:
             LossError: If `fn` or `weight` is not callable, or if backward cannot use a loss.
+            ConfigError: If `split` is not callable.
         """
 
     def run_task(self, task: BatchTask, piece: Tree) -> None:
@@ -756,7 +716,7 @@ class TrainingStep(ABC):
         """
         with self.micro_batch(self, self.prepared.models):
             weigh = task.make_weigher(piece)
-            loss = self.strategy.compute_loss(task.fn, piece, task.weight, task.reduction)
+            loss = self.strategy.compute_loss(task.fn, piece, task.weight, task.reduction, task.split)
             self.backward(loss, weigh(), task.reduction)
             micro_weight = self.windows.current.micro_weight
             task.add(loss.detach(), 1.0 if micro_weight is None else micro_weight.local)
@@ -773,138 +733,3 @@ class TrainingStep(ABC):
         """Discard the current batch and all accumulation windows."""
         self.windows.reset()
         self.turns.forget_models()
-
-
-class WholeStep(TrainingStep):
-    """Training step that runs each batch once, without splitting it."""
-
-    def _run_block_backward(
-        self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
-    ) -> None:
-        """Run backward in a micro-batch. In the window's last one, also close the window.
-
-        Args:
-            window: Accumulation window of the micro-batch.
-            loss: Scalar loss with a graph.
-            weight: Weight that the caller passed, or None.
-            reduction: Whether the loss is the "mean" or the "sum" over its items.
-            **kwargs: Passed to the strategy's backward.
-        """
-        is_only_backward = window.is_last and not window.has_gradient
-        local_weight = self.weigh_micro_batch(window, weight)
-        if is_only_backward and window.global_weight:
-            # The window's total weight is known before its only backward, so gradients need no correction.
-            window.nominal_weight = window.global_weight
-        elif window.nominal_weight is None:
-            window.nominal_weight = self._agree_on_nominal_weight(window)
-        nominal_weight = window.nominal_weight or 1.0  # None: all weights so far are zero, and so are the factors
-        if not window.is_last:
-            self.run_backward(window, loss, local_weight, nominal_weight, reduction, **kwargs)
-        elif window.is_closed:  # a further loss of the last micro-batch, whose first loss has closed the window
-            self.strategy.expect_backward(window.models)
-            self.run_backward(window, loss, local_weight, nominal_weight, reduction, **kwargs)
-            self.strategy.reduce_gradients()
-        elif window.global_weight is not None:
-            self.run_backward(window, loss, local_weight, nominal_weight, reduction, **kwargs)
-            self.close_window(window, window.global_weight)
-        else:
-            # The sum of the weights over ranks overlaps with backward.
-            group = self.strategy.data_group
-            pending = group.start_sum([window.local_weight])
-            self.run_backward(window, loss, local_weight, nominal_weight, reduction, **kwargs)
-            self.close_window(window, group.finish_sum(pending)[0])
-
-    def _agree_on_nominal_weight(self, window: AccumulationWindow) -> float | None:
-        """Return the predicted total weight of a window that no full window came before. It is equal on all ranks.
-
-        It is the current micro-batch's weight, summed over ranks, times the number of micro-batches per update. Return
-        None if the sum is 0. If the sum is not known locally, this is a collective.
-        """
-        assert window.micro_weight is not None
-        local, over_ranks = window.micro_weight
-        total = self.strategy.data_group.reduce_numbers([local])[0] if over_ranks is None else over_ranks
-        return total * self.windows.num_steps if total > 0 else None
-
-    def _run_standalone_backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
-        """Run backward outside any `accumulate` block, in an accumulation window of its own, and close the window.
-
-        The loss is divided by `num_steps`, because the script may add up the gradients of that many backwards. The script
-        can step after any of them, so gradients cannot be corrected later. So the window's total weight is found before
-        the backward, if necessary in a collective.
-        """
-        windows, hooks, num_steps = self.windows, self.hooks, self.windows.num_steps
-        if num_steps > 1:
-            log.warning_once(STANDALONE_BACKWARDS, num_steps, num_steps)
-        for check in hooks.before_learning:
-            check()
-        previous = windows.current
-        if previous.models and previous.micro_weight is None and self.strategy.capabilities.lone_forward:
-            # The forward may have run in the latest block, without gradient reduction, and only its backward outside.
-            self.strategy.expect_backward(previous.models)
-        window = windows.begin_standalone_window()
-        for listener in hooks.micro_batch_begun:
-            listener(window.number, window.num_done)
-        if windows.are_closed and self.precision.scaler is not None:
-            self.precision.update_scale()
-        # If the script defines windows itself, batches may have been read ahead, so that the loader's counts belong to
-        # another batch. All processes therefore get the same weight.
-        has_equal_weights = num_steps > 1 and weight is None
-        loss_weight = LossWeight(1.0, self.strategy.data_shard.count) if has_equal_weights else self.weigh_loss(weight)
-        total_weight = loss_weight.over_ranks
-        if total_weight is None:
-            total_weight = self.strategy.data_group.reduce_numbers([loss_weight.local])[0]
-        window.close(total_weight)
-        self.run_backward(window, loss, loss_weight.local, total_weight * num_steps or 1.0, reduction, **kwargs)
-        self.strategy.reduce_gradients()
-        for notify in hooks.gradients_final:
-            notify()
-
-    def apply_update(
-        self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None
-    ) -> bool:
-        """Make the optimizer step, unless the `StepGuard` refuses the update.
-
-        Args:
-            optimizer: torch's own optimizer.
-            strategy: Strategy that set up the optimizer's parameters.
-            closure: Closure as for a torch optimizer, or None.
-
-        Returns:
-            Whether the parameters were updated. False if the guard refused the update, or if the gradient scaler (fp16)
-                skipped the step because of an overflow.
-        """
-        for check in self.hooks.before_update:
-            check()
-        window = self.find_window_of_optimizer(optimizer) or self.windows.current
-        return self.guard.can_update(window) and strategy.step_optimizer(optimizer, self.precision, closure)
-
-    def tick_scheduler(self, step_scheduler: Callable[[], None]) -> None:
-        """Advance the scheduler at once by calling `step_scheduler`, because no batch is run again."""
-        step_scheduler()
-
-    def microbatches(self, batch: Tree) -> Iterator[Tree]:
-        """Yield the whole batch, without splitting it."""
-        with self._count_rows(batch):
-            yield batch
-
-    @contextmanager
-    def _count_rows(self, batch: Tree) -> Iterator[None]:
-        """Return a context in which losses are weighted by the number of rows of `batch`.
-
-        A batch from a prepared loader is weighted by the loader's row counts instead.
-        """
-        num_rows = find_batch_size(batch) if self.windows.loader is None else None
-        self.windows.set_piece(UNSPLIT if num_rows is None else BatchPiece(0, num_rows, num_rows, True))
-        try:
-            yield
-        finally:
-            self.windows.set_piece(UNSPLIT)
-
-    def forward_backward(
-        self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
-    ) -> torch.Tensor:
-        """Run `fn` and backward on the whole batch, and return the mean loss per item over all ranks as a 0-d tensor."""
-        task = BatchTask(batch, fn, weight, reduction)
-        with self._count_rows(batch):
-            self.run_task(task, batch)
-        return task.loss(self.strategy.data_group)

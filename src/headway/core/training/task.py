@@ -10,13 +10,16 @@ import torch
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import Tree, list_tensors
 from headway.core.runtime.readback import Readback
-from headway.errors import LossError
+from headway.errors import ConfigError, LossError
 
 Weigher = Callable[[Tree], float | torch.Tensor]
 """Function that returns the number of items, such as rows or tokens, that a loss was taken over.
 
 Its argument is the batch, or the piece of it that the loss belongs to.
 """
+
+RowSplitter = Callable[[Tree, int, int], Tree]
+"""Function from (batch, start, stop) to the piece that consists of the batch's rows `start` to `stop` - 1."""
 
 
 class BatchTask:
@@ -30,12 +33,21 @@ class BatchTask:
         weight: Function from the batch, or a piece of it, to the number of items that the loss was taken over. None:
             the number of rows.
         reduction: Whether `fn` returns the "mean" or the "sum" of the loss over these items.
+        split: Function that slices the batch. None: slice all tensors that have as many rows as the batch.
 
     Raises:
         LossError: If `fn` or `weight` is not callable.
+        ConfigError: If `split` is not callable.
     """
 
-    def __init__(self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str) -> None:
+    def __init__(
+        self,
+        batch: Tree,
+        fn: Callable[[Tree], torch.Tensor],
+        weight: Weigher | None,
+        reduction: str,
+        split: RowSplitter | None = None,
+    ) -> None:
         if not callable(fn):
             raise LossError(
                 f"forward_backward got fn={type(fn).__name__}, which cannot be called; give the batch first, then a function from a "
@@ -46,7 +58,9 @@ class BatchTask:
                 f"forward_backward got weight={weight!r}; give a function from a piece to the number of items that its loss was "
                 "taken over, weight=lambda piece: ... (a number is for accelerator.backward)"
             )
+        check_splitter(split, "forward_backward")
         self.batch = batch
+        self.split = split
         self.fn = fn
         self.weight = weight
         self.reduction = reduction
@@ -115,6 +129,23 @@ class BatchTask:
         pair = torch.stack([self._total, torch.full_like(self._total, self._weight)])
         group.sum_in_place([pair])
         return pair[0] / pair[1]
+
+
+def check_splitter(split: RowSplitter | None, method: str) -> None:
+    """Raise an error if the `split` argument of an Accelerator's method cannot be called.
+
+    Args:
+        split: The argument. None if it was not given.
+        method: Name of the method, for the message.
+
+    Raises:
+        ConfigError: If `split` is neither None nor callable.
+    """
+    if split is not None and not callable(split):
+        raise ConfigError(
+            f"{method} got split={split!r}; give a function that returns the rows from start to stop - 1 of a batch: "
+            "split=lambda batch, start, stop: ..."
+        )
 
 
 def _return_none() -> None:

@@ -1,4 +1,4 @@
-"""State of accumulation windows: which micro-batches form an update, their weights, and the progress of training.
+"""State of accumulation windows: which micro-batches form an update, and their weights.
 
 An accumulation window consists of the micro-batches of one update. Its gradient must be the exact mean over all items
 (such as samples or tokens) of these micro-batches on all ranks. A loss is the mean over the items of one micro-batch on
@@ -17,7 +17,8 @@ Dividing at once, and not only at the end, keeps the magnitude of fp16 gradients
 total weight of the last full window. In the first window, it is the weight of the first micro-batch on all ranks times
 the number of micro-batches per update. If a window has only one backward, and its total weight is known without
 communication, it is used as nominal weight. Gradients then need no correction. In a single-process run, they are
-bitwise identical to those of `loss.backward()`. `LossPolicy` computes both factors, and `step.py` applies them.
+bitwise identical to those of `loss.backward()`. `LossPolicy` (`loss_policy.py`) computes both factors, and `step.py` applies
+them.
 
 When the last backward of a window has returned, the window is closed: its gradients are final, and clip, step and
 zero_grad take effect. The next micro-batch opens the next window.
@@ -33,29 +34,30 @@ per micro-batch.
 `snapshot` and `restore` define which state is restored when a batch is run again, because memory ran out.
 """
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from headway.core.data.loader import LoaderEvents, PreparedLoader
+from headway.core.data.batch_reads import BatchReads
+from headway.core.data.loader import PreparedLoader
+from headway.core.training.loss_policy import (
+    ConstantDivision as ConstantDivision,  # docs/accumulation.md imports it from here
+)
 from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_READ_AHEAD = (
-    "%d batches were read before the first of them was used in accumulate(), so the number of samples and the end of the epoch of "
-    "the last one count for all of them. Read each batch right before its block, or give backward(loss, weight=...) and "
-    "GradientAccumulationPlugin(num_steps=..., sync_with_dataloader=False)"
+_WITHOUT_WEIGHT = (
+    "the last %d accumulation windows had a total loss weight of 0 on all ranks, so they made no update: parameters, optimizer state "
+    "and schedule stay as they are. Each of their losses was a mean over no items, such as over no label other than -100. Look at "
+    "the labels of a batch: were the tokens to be learned cut off, or all tokens masked? (docs/accumulation.md)"
 )
-
-_SAVED_IN_ROUND = (
-    "a checkpoint was saved between two updates on batches that were read together (%d batches, as in `for one, other in "
-    "zip(...)`). It counts all of them as trained on, so a run that resumes from it leaves out the updates after the save. Save "
-    "after the last update of the round, or read each batch right before its update"
-)
+_NUM_WITHOUT_WEIGHT_AT_START = 2
+"""Number of windows without weight in a row that are a mistake if no window has had a weight before."""
+_NUM_WITHOUT_WEIGHT = 20
+"""Number of windows without weight in a row that are a mistake later in a run, when a few of them may be due to the data."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,18 @@ class LossWeight(NamedTuple):
     over_ranks: float | None
 
 
+class WindowStash(NamedTuple):
+    """Gradients of an accumulation window that are detached from their parameters.
+
+    Attributes:
+        parameter_ids: IDs of the parameters.
+        gradients: Result of `Strategy.stash_gradients`.
+    """
+
+    parameter_ids: frozenset[int]
+    gradients: Any
+
+
 @dataclass
 class AccumulationWindow:
     """Accumulation window: the state of the micro-batches of one update, for one set of models.
@@ -124,16 +138,24 @@ class AccumulationWindow:
         next_nominal_weight: Total weight of the last full window, which becomes `nominal_weight` in the next one. None
             before a full window has closed.
         local_weight: Sum of this rank's weights so far.
-        global_weight: Sum of all ranks' weights so far. None if only a collective can provide it.
+        global_weight: Sum of all ranks' weights so far. None if only a collective can provide it. For a backward outside
+            `accumulate`, the sum over all such backwards since the last optimizer step.
         micro_weight: Weight of the current micro-batch's loss. None before the micro-batch's first loss.
+        sums_weights: Whether only a collective can provide the sum of the ranks' weights, because the script passes
+            weights on all ranks. Kept from one window of the same models to the next.
+        has_given_weights: Whether the script passed a weight for a loss of this window.
+        has_default_weights: Whether the script passed no weight for a loss of this window.
+        num_without_weight: Number of windows of these models in a row, up to the last closed one, that had a total
+            weight of zero.
+        has_had_weight: Whether any closed window of these models had a total weight above zero.
         is_standalone_fraction: Whether this is a backward outside `accumulate` in a run that accumulates gradients. The
             script then combines several of them into an update.
         has_leftover_gradients: Whether the previous window of these models ended without an optimizer step, and its
             gradients were not dropped.
         was_step_called_early: Whether step() or zero_grad() was called between a backward and the end of the
             micro-batch, where it had no effect.
-        stashed_gradients: Pairs of (parameter IDs, gradients). These gradients are detached from their parameters while
-            another window trains the same parameters.
+        stashed_gradients: Gradients that are detached from their parameters while another window trains the same
+            parameters.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -153,11 +175,16 @@ class AccumulationWindow:
     local_weight: float = 0.0
     global_weight: float | None = 0.0
     micro_weight: LossWeight | None = None
+    sums_weights: bool = False
+    has_given_weights: bool = False
+    has_default_weights: bool = False
+    num_without_weight: int = 0
+    has_had_weight: bool = False
 
     is_standalone_fraction: bool = False
     has_leftover_gradients: bool = False
     was_step_called_early: bool = False
-    stashed_gradients: tuple[tuple[frozenset[int], Any], ...] = ()
+    stashed_gradients: tuple[WindowStash, ...] = ()
 
     def open(self, number: int) -> None:
         """Reset this object for the next accumulation window of its models.
@@ -179,6 +206,8 @@ class AccumulationWindow:
         self.nominal_weight = self.next_nominal_weight
         self.local_weight = 0.0
         self.global_weight = 0.0
+        self.has_given_weights = False
+        self.has_default_weights = False
 
     @property
     def has_pending_gradients(self) -> bool:
@@ -188,12 +217,22 @@ class AccumulationWindow:
     def close(self, total_weight: float) -> None:
         """Mark the accumulation window as closed, because its gradients are final. An optimizer may then step on them.
 
+        Warn once if several windows in a row have no weight, because a run of such windows learns nothing.
+
         Args:
             total_weight: Sum of the loss weights of the window's micro-batches over all ranks, such as a number of rows
                 or tokens. If it is 0, no update follows.
         """
         self.is_closed = True
-        self.is_discarded = total_weight == 0
+        if total_weight:
+            self.is_discarded = False
+            self.has_had_weight = True
+            self.num_without_weight = 0
+            return
+        self.is_discarded = True
+        self.num_without_weight += 1
+        if self.num_without_weight == (_NUM_WITHOUT_WEIGHT if self.has_had_weight else _NUM_WITHOUT_WEIGHT_AT_START):
+            log.warning_once(_WITHOUT_WEIGHT, self.num_without_weight)
 
     def close_after_error(self) -> None:
         """Close the accumulation window after an error, so that its gradients are not used.
@@ -208,24 +247,19 @@ class AccumulationWindows:
 
     Args:
         num_steps: Micro-batches per update.
-        events: Loader events, and the loaders that are being iterated.
+        reads: Record of the loaders that are being iterated, and of the batches that were read from them.
         sync_with_loader: Whether a loader's last batch closes the window.
         sync_each: Whether to reduce gradients at every micro-batch.
-        find_other_loader: Function that returns another Accelerator's current loader, used if no loader of this run is
-            being iterated. By default it returns None.
         clips_partial_gradients: Whether clipping also changes the partial gradients of an unfinished window. Default:
             False.
 
     Attributes:
-        active: Loaders that are being iterated, innermost last.
+        reads: Record of the loaders that are being iterated, and of the batches that were read from them.
         current: Window of the latest micro-batch.
         has_several_windows: Whether different sets of models have separate windows.
         is_last: Whether the latest micro-batch ends its window.
         num_windows: Number of windows begun so far. After a resume, it continues from the number of updates made.
         piece: Part of a split batch that is being processed, or `UNSPLIT`.
-        trained_on: Loaders whose batches were trained on, in order of first use. Of nested loaders, only the innermost.
-        read_in_training: All loaders that were being iterated when a micro-batch began, such as both of
-            `zip(one, other)`, in order of first use.
         is_inside: Whether the script is inside a `with accelerator.accumulate()` block.
         are_steps_disabled: Whether step() and zero_grad() have no effect before the next micro-batch, as set by
             `set_steps_enabled`.
@@ -240,13 +274,8 @@ class AccumulationWindows:
             "sync_with_loader",
             "sync_each",
             "clips_partial_gradients",
-            # State of the loop around the batch, which does not repeat what it did before, and the listeners.
-            "active",
-            "_unused_reads",
-            "trained_on",
-            "read_in_training",
+            # Listeners of the run.
             "restart_listeners",
-            "_find_other_loader",
             # State of the `accumulate` block, which a replay leaves and enters again.
             "piece",
             "is_inside",
@@ -260,10 +289,9 @@ class AccumulationWindows:
     def __init__(
         self,
         num_steps: int,
-        events: LoaderEvents,
+        reads: BatchReads[PreparedLoader],
         sync_with_loader: bool = True,
         sync_each: bool = False,
-        find_other_loader: Callable[[], PreparedLoader | None] = lambda: None,
         *,
         clips_partial_gradients: bool = False,
     ) -> None:
@@ -271,24 +299,15 @@ class AccumulationWindows:
         self.sync_with_loader = sync_with_loader
         self.sync_each = sync_each
         self.clips_partial_gradients = clips_partial_gradients
-        self.active = events.active_loaders
-        # The loader of each batch that was read since the last micro-batch began.
-        self._unused_reads = events.untrained_batches
+        self.reads = reads
         self.restart_listeners: list[Callable[[], None]] = []
         self.current = AccumulationWindow()
         self.has_several_windows = False
         self.is_last = True
         self.num_windows = 0
         self.piece = UNSPLIT
-        self.trained_on: list[PreparedLoader] = []
-        self.read_in_training: list[PreparedLoader] = []
         self.is_inside = False
         self.are_steps_disabled = False
-        self._find_other_loader = find_other_loader
-        self._num_read_ahead = 0
-        # A round is the training on batches that were read together, before the first of them was used.
-        self._num_in_round = 0
-        self._was_saved_in_round = False
         # By the IDs of the models that train together, in order of last use.
         self._by_models: dict[tuple[int, ...], AccumulationWindow] = {}
 
@@ -312,48 +331,26 @@ class AccumulationWindows:
             self._by_models[key] = self._by_models.pop(key)  # `find_latest_window` relies on the order of last use
         # If the last micro-batch of a window never ran backward (the loop skipped it), the window continues until one
         # does.
-        opened_with_none_unfinished = window.is_closed
-        if opened_with_none_unfinished:
+        opens_window = window.is_closed
+        if opens_window:
             self.num_windows += 1
             window.open(self.num_windows)
-            opened_with_none_unfinished = not self.has_several_windows or self._are_closed(excluded=window)
+        opened_with_none_unfinished = opens_window and (
+            not self.has_several_windows or self._are_closed(excluded=window)
+        )
         piece = self.piece
         if not piece.batch or window.batch != piece.batch:
             window.num_done += 1
             window.batch = piece.batch
         window.micro_weight = None
         window.was_step_called_early = False
-        is_end = self._record_batch(window)
+        loader = self.reads.record_micro_batch(window.num_done, window is self.current)
+        is_end = self.sync_with_loader and loader is not None and loader.pass_position.rank_batch.is_last
         self.is_last = window.is_last = self._is_complete(window, is_end) and piece.is_last
         self.current = window
         self.is_inside = True
         self.are_steps_disabled = False
         return opened_with_none_unfinished
-
-    def _record_batch(self, window: AccumulationWindow) -> bool:
-        """Record which loader the micro-batch's batch is from.
-
-        Warn if the loop reads several batches before it uses the first of them, and if a checkpoint was saved between
-        updates on such batches.
-
-        Returns:
-            Whether this is the loader's last batch and `sync_with_loader` is set, so that the batch ends the window.
-        """
-        active = self.active
-        # The same as the property `loader`, which would be one more call for each micro-batch.
-        loader = active[-1] if active else self._find_other_loader()
-        if active and (len(active) > 1 or loader not in self.trained_on):
-            self._record_loaders()
-        num_reads = 1 if loader is None else self._unused_reads.count(loader)
-        if num_reads > 1 or self._num_read_ahead:
-            self._record_reads(window, num_reads)
-        if self._unused_reads:
-            self._num_in_round = len(self._unused_reads)
-            self._was_saved_in_round = False
-            self._unused_reads.clear()
-        elif self._was_saved_in_round and window.num_done == 1:
-            log.warning_once(_SAVED_IN_ROUND, self._num_in_round)
-        return self.sync_with_loader and loader is not None and loader.pass_position.rank_batch.is_last
 
     def _is_complete(self, window: AccumulationWindow, is_end: bool) -> bool:
         """Whether the current micro-batch completes its accumulation window.
@@ -364,38 +361,27 @@ class AccumulationWindows:
         """
         return is_end or window.num_done >= self.num_steps
 
-    def _record_reads(self, window: AccumulationWindow, num_reads: int) -> None:
-        """Record how many batches were read ahead. Warn if a later micro-batch of the window uses one of them.
-
-        Args:
-            window: Window of the micro-batch.
-            num_reads: Number of batches that were read from the micro-batch's loader since the last micro-batch.
-        """
-        if num_reads:
-            self._num_read_ahead = num_reads - 1
-        elif self._num_read_ahead and window is self.current and window.num_done > 1:
-            log.warning_once(_READ_AHEAD, self._num_read_ahead + 1)
-
-    def record_save(self) -> None:
-        """Record a save. If batches that were read together are trained on before and after it, a warning follows.
-
-        A save inside an accumulation window needs no warning, because the resumed run starts that window again and
-        reads its batches again.
-        """
-        self._was_saved_in_round = self._num_in_round > 1 and bool(self.active) and not self.is_unfinished
-
     def begin_standalone_window(self) -> AccumulationWindow:
         """Begin and return the accumulation window of a standalone backward, which is outside any `accumulate` block.
 
-        The window becomes `current`. It has no models, and this backward is its only one.
+        The window becomes `current`. It has no models, and this backward is its only one. The script may add up the
+        gradients of several standalone backwards before it steps. Their weights are added up, too, because an update
+        follows if any of them is not zero.
         """
+        previous = self.current
+        window = AccumulationWindow(is_last=True, num_done=1, is_standalone_fraction=self.num_steps > 1)
+        if not previous.models:
+            window.has_had_weight = previous.has_had_weight
+            window.num_without_weight = previous.num_without_weight
+            if previous.number and not previous.is_applied:
+                window.global_weight = previous.global_weight or 0.0
+                # Both belong to one update, which counts once.
+                window.num_without_weight -= previous.is_discarded
         self.num_windows += 1
-        self._unused_reads.clear()
-        self._record_loaders()
+        window.number = self.num_windows
+        self.reads.record_standalone_backward()
         self.is_last = True
-        self.current = AccumulationWindow(
-            number=self.num_windows, num_done=1, is_last=True, is_standalone_fraction=self.num_steps > 1
-        )
+        self.current = window
         return self.current
 
     def end_block(self) -> None:
@@ -424,28 +410,7 @@ class AccumulationWindows:
         """Set the number of micro-batches per update from now on."""
         self.num_steps = num_steps
 
-    def _record_loaders(self) -> None:
-        """Record all loaders that are being iterated as used in training."""
-        if self.active and self.active[-1] not in self.trained_on:
-            self.trained_on.append(self.active[-1])
-        for each in self.active:
-            if each not in self.read_in_training:
-                self.read_in_training.append(each)
-
     # ---------------------------------------------------------------- queries
-
-    @property
-    def loader(self) -> PreparedLoader | None:
-        """Innermost loader that is being iterated, or None.
-
-        If none of this run's loaders is being iterated, it is the loader that `find_other_loader` returns, if any.
-        """
-        return self.active[-1] if self.active else self._find_other_loader()
-
-    @property
-    def num_unused_reads(self) -> int:
-        """Largest number of batches that any single loader has returned since the last micro-batch began."""
-        return max(Counter(map(id, self._unused_reads)).values(), default=0)
 
     def find_latest_window(self, model_ids: Container[int]) -> AccumulationWindow | None:
         """Return the latest accumulation window that trained one of these models, or None.
@@ -485,12 +450,7 @@ class AccumulationWindows:
         being iterated.
         """
         window = self.current
-        return window.has_gradient and not window.is_closed and (self.is_inside or bool(self.active))
-
-    @property
-    def are_read_batches_used(self) -> bool:
-        """Whether a loader is being iterated, and no batch has been read since the latest micro-batch began."""
-        return bool(self.active) and not self._unused_reads
+        return window.has_gradient and not window.is_closed and (self.is_inside or bool(self.reads.active_loaders))
 
     @property
     def is_unfinished(self) -> bool:
@@ -515,6 +475,7 @@ class AccumulationWindows:
         return self._are_closed(None)
 
     def _are_closed(self, excluded: AccumulationWindow | None) -> bool:
+        """Whether all accumulation windows are closed, apart from the excluded one. None: no window is excluded."""
         return all(window.is_closed or window is excluded for window in self._by_models.values())
 
     def find_pending_windows(self, excluded: AccumulationWindow) -> list[AccumulationWindow]:
@@ -579,8 +540,7 @@ class AccumulationWindows:
     def _start_over(self) -> None:
         """Drop all accumulation windows, and call the functions in `restart_listeners`."""
         self._by_models.clear()
-        self.trained_on.clear()
-        self.read_in_training.clear()
+        self.reads.forget_loaders()
         self.current = AccumulationWindow()
         self.has_several_windows = False
         self.is_last = True
@@ -593,6 +553,7 @@ class AccumulationWindows:
         state = {name: value for name, value in vars(self).items() if name not in self.NOT_ROLLED_BACK}
         # Other objects refer to the windows, so `restore` writes the copies' values back into the windows themselves.
         state["_by_models"] = {key: (window, replace(window)) for key, window in self._by_models.items()}
+        state["reads"] = self.reads.snapshot()
         return state
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -600,9 +561,12 @@ class AccumulationWindows:
 
         A snapshot can be restored several times.
         """
-        vars(self).update(snapshot)
+        state = dict(snapshot)
+        self.reads.restore(state.pop("reads"))
+        window_copies = state.pop("_by_models")
+        vars(self).update(state)
         self._by_models = {}
-        for key, (window, copy) in snapshot["_by_models"].items():
+        for key, (window, copy) in window_copies.items():
             vars(window).update(vars(copy))
             self._by_models[key] = window
 
@@ -614,106 +578,3 @@ class AccumulationWindows:
         """
         for window, copy in snapshot["_by_models"].values():
             window.next_nominal_weight = copy.next_nominal_weight
-
-
-@dataclass
-class UpdateClock:
-    """Counter of a run's updates. The progress of training is measured in updates.
-
-    Attributes:
-        num_updates: Number of accumulation windows in which an optimizer stepped. Several optimizers in one window
-            count once.
-        num_skipped: Number of accumulation windows in which fp16's gradient scaler skipped the optimizer step.
-    """
-
-    num_updates: int = 0
-    num_skipped: int = 0
-    # Numbers of the accumulation windows that were counted last; -1: none.
-    _last_window: int = -1
-    _last_skipped: int = -1
-
-    def count_update(self, window: int) -> None:
-        """Count the update of the accumulation window with this number.
-
-        Steps of further optimizers in one window are not counted.
-        """
-        if window != self._last_window:
-            self._last_window = window
-            self.num_updates += 1
-
-    def count_skip(self, window: int) -> bool:
-        """Count the skipped update of the accumulation window with this number, once per window.
-
-        Returns:
-            Whether this was the first skipped step of the window.
-        """
-        is_first = window != self._last_skipped
-        self._last_skipped = window
-        self.num_skipped += is_first
-        return is_first
-
-    def resume(self, num_updates: int) -> None:
-        """Continue the count from `num_updates` updates, because the run continues from a loaded state."""
-        self.num_updates = num_updates
-        self._last_window = -1
-        self._last_skipped = -1
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the clock's counts, which `restore` needs to undo a batch."""
-        return dict(vars(self))
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Restore the clock's counts from a snapshot, which can be restored several times."""
-        vars(self).update(snapshot)
-
-
-class LossPolicy:
-    """Policy that sets the factor by which each loss is multiplied before its backward.
-
-    This base class averages over all items of the accumulation window on all ranks. Subclasses for other libraries'
-    scripts average differently.
-    """
-
-    @property
-    def weighs_losses(self) -> bool:
-        """Whether the factor of a loss depends on its accumulation window.
-
-        If so, every backward must go through `Accelerator.backward`. This is true for `LossPolicy` itself. It is false
-        for subclasses, which use constant factors, so that a script may run backward itself.
-        """
-        return type(self) is LossPolicy
-
-    def factor(self, weight: float, nominal_weight: float, divisor: int, num_steps: int) -> float:
-        """Return the factor by which a backward multiplies its mean loss.
-
-        Args:
-            weight: Weight of the loss, such as its number of rows or tokens.
-            nominal_weight: Predicted total weight of the window, by which each of its backwards divides its loss.
-            divisor: Number by which DDP or another engine itself divides gradients. The factor undoes this division.
-            num_steps: Micro-batches per update.
-        """
-        return weight * divisor / nominal_weight
-
-    def correction(self, nominal_weight: float, total_weight: float) -> float:
-        """Return the factor by which gradients are multiplied when an accumulation window closes.
-
-        Args:
-            nominal_weight: Predicted total weight, by which the backwards of the window divided their losses.
-            total_weight: Sum of the weights of the window's micro-batches over all ranks.
-        """
-        return nominal_weight / total_weight
-
-
-class ConstantDivision(LossPolicy):
-    """Policy that divides every loss by the number of micro-batches per update and averages over ranks.
-
-    The number of items that a loss covers has no effect.
-    """
-
-    def factor(self, weight: float, nominal_weight: float, divisor: int, num_steps: int) -> float:
-        """Return 1 / `num_steps`."""
-        return 1 / num_steps
-
-    def correction(self, nominal_weight: float, total_weight: float) -> float:
-        """Return 1, because gradients need no correction."""
-        return 1.0

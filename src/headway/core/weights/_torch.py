@@ -68,3 +68,16 @@ def add_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
     module to the hook.
     """
     module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def export_by_own_method(module: nn.Module) -> dict[str, Any]:
+    """Return the part of a state dict that a module itself exports, without hooks and submodules.
+
+    Return an empty dict if its class does not override `_save_to_state_dict`. torch has no public method for this:
+    `state_dict()` runs hooks, such as those that gather shards, and includes all submodules.
+    """
+    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+        return {}
+    exported: dict[str, Any] = {}
+    module._save_to_state_dict(exported, "", True)
+    return exported

@@ -13,8 +13,9 @@ from headway.core.weights import _torch
 from headway.core.weights._torch import COMPILED_MODULE
 
 _LEVEL = f"{COMPILED_MODULE}."
+"""Name component that `torch.compile(module)` inserts between a module and its tensors, with the dot after it."""
 _LEVEL_PATTERN = re.compile(rf"(?:^|(?<=\.)){re.escape(_LEVEL)}")
-"""Pattern of the name component that `torch.compile(module)` inserts between a module and its tensors."""
+"""Pattern of this component at the beginning of a name or after a dot."""
 
 
 def remove_compiled_levels(name: str) -> str:
@@ -85,6 +86,7 @@ def accept_bare_names(model: nn.Module) -> None:
 
 
 def _has_level_hook(module: nn.Module) -> bool:
+    """Whether the module already has the hook that adds missing levels to names."""
     return any(getattr(hook, "hook", hook) is _add_missing_level for hook in _torch.list_load_hooks(module))
 
 

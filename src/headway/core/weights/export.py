@@ -1,19 +1,12 @@
-"""Export weights for other programs: safetensors files, the files `from_pretrained` needs, and uploads to the Hub.
+"""Export weights for other programs, as safetensors files or with torch.save.
 
 New files are written under temporary names in the target folder, then renamed.
-
-This module depends on neither transformers nor PEFT. If a model has a `config` or a `generation_config` with a
-`save_pretrained` method, these are exported too. A model with adapters and its own `save_pretrained` writes its
-adapters itself. Tokenizer files come from objects that the caller passes, or from the folder or Hub cache from which
-the model was loaded. Nothing is downloaded.
 """
 
-import copy
 import io
 import json
 import logging
 import pickle
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatch
@@ -26,34 +19,23 @@ import torch
 
 from headway.common.atomic import open_replacement, write_text
 from headway.common.object_path import open_writable, to_path
-from headway.common.optional import require
 from headway.common.text import parse_bytes
-from headway.core.weights.parallel_writer import (
-    LazyFullTensor,
-    ParallelWriter,
-    RangedFile,
-    check_specs,
-    count_threads,
-    verify_range,
-)
+from headway.core.weights.parallel_writer import LazyFullTensor, ParallelWriter, count_threads
 from headway.core.weights.pieces import get_memory_key
-from headway.core.weights.shards import TensorSpec, order_widest_first, write_file
+from headway.core.weights.ranged_file import RangedFile, check_specs, verify_range
+from headway.core.weights.safetensors_format import order_widest_first, write_file
+from headway.core.weights.tensor_bytes import TensorSpec
 from headway.errors import ConfigError
-from headway.log import get_logger
 
-# A separate logger, so that HEADWAY_LOG_LEVEL does not make every rank log each file.
-log = get_logger("headway.core.weights.published")
+# Not get_logger: HEADWAY_LOG_LEVEL would make a run print a line for each file.
+logger = logging.getLogger(__name__)
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLED = "pytorch_model.bin"
-PATTERNS = (
-    "config.json", "generation_config.json", "adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "vocab.*", "merges.txt", "*.tiktoken", "spiece.model", "sentencepiece*.model", "chat_template.*", "preprocessor_config.json",
-    "processor_config.json", "image_processor_config.json",
-)  # fmt: skip
-"""Name patterns of the files that accompany weights: configurations, tokenizers and processors."""
-_TOKENIZER_PATTERNS = PATTERNS[3:]
+SINGLE_FILE = "model.safetensors"
+"""Name of the file if one file holds all weights."""
+INDEX_FILE = "model.safetensors.index.json"
+"""Name of the JSON file that maps each tensor to its file if there are several."""
+PICKLED_FILE = "pytorch_model.bin"
+"""Name of the file that `save_pickled` writes."""
 
 
 def split_ties(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -136,24 +118,32 @@ def save_weights(
 
 
 def _write_tensors(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int | str) -> list[str]:
-    """Write tensors to safetensors files, and an index if there are several. Return the names of the files."""
+    """Write tensors to safetensors files, and an index if there are several. Return the names of the files.
+
+    No existing file is replaced before all new ones are written.
+
+    Args:
+        tensors: Pairs of (name, tensor). Of tied tensors, only the first is written.
+        folder: Folder of the files.
+        max_shard_size: Maximum size of a file, in bytes or as text such as "5GB".
+    """
     kept, tied = split_ties(tensors)
-    shards = _plan_shards_of(kept, max_shard_size)
+    shards = _assign_to_files(kept, max_shard_size)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = [SINGLE] if len(shards) == 1 else names
+    names = [SINGLE_FILE] if len(shards) == 1 else names
     with ExitStack() as stack:  # no file is replaced before all are written
         files = {
             stack.enter_context(open_replacement(folder / file)): {name: kept[name] for name in shard}
             for file, shard in zip(names, shards)
         }
-        logging.getLogger(__name__).info("writing %s to %s", ", ".join(names), folder)
+        logger.info("writing %s to %s", ", ".join(names), folder)
         _write_and_compare(files, tied)
     if len(shards) > 1:
         total = sum(_make_spec(tensor).num_bytes for tensor in kept.values())
         weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
         index = {"metadata": {"total_size": total, **tied}, "weight_map": weight_map}
-        write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-        names.append(INDEX)
+        write_text(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        names.append(INDEX_FILE)
     return names
 
 
@@ -172,9 +162,9 @@ def save_pickled(state: dict[str, torch.Tensor], folder: str | Path) -> Path:
     """
     target = _make_folder(folder)
     _warn_of_code(state)
-    save_object(state, target / PICKLED)
-    _remove_stale(target, {PICKLED})
-    return target / PICKLED
+    save_object(state, target / PICKLED_FILE)
+    _remove_stale(target, {PICKLED_FILE})
+    return target / PICKLED_FILE
 
 
 def _warn_of_code(state: Mapping[str, Any]) -> None:
@@ -188,7 +178,7 @@ def _warn_of_code(state: Mapping[str, Any]) -> None:
             buffer.seek(0)
             torch.load(buffer, weights_only=True)
         except pickle.UnpicklingError:
-            logging.getLogger(__name__).warning(
+            logger.warning(
                 "%s contains an object (%s) that torch.load(weights_only=True) and load_checkpoint_in_model() refuse: the whole "
                 "file can only be read with torch.load(weights_only=False). Let get_extra_state() return numbers, text, tensors, "
                 "and lists and dicts of them",
@@ -227,10 +217,17 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
 
 
 def _is_state(obj: Any) -> bool:
+    """Whether an object is a state dict: a mapping that contains only tensors."""
     return isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
 
 
-def _plan_shards_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[list[str]]:
+def _assign_to_files(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[list[str]]:
+    """Return the names of the tensors in each file.
+
+    Args:
+        tensors: Tensors by name.
+        max_shard_size: Maximum size of a file, in bytes or as text such as "5GB".
+    """
     return plan_shards(
         {name: _make_spec(each).num_bytes for name, each in tensors.items()}, parse_bytes(max_shard_size)
     )
@@ -243,13 +240,14 @@ def list_write_order(tensors: Mapping[str, Any], max_shard_size: int | str) -> l
         tensors: Tensors by name.
         max_shard_size: Maximum bytes per file, as a number or text such as "10GB".
     """
-    shards = _plan_shards_of(tensors, max_shard_size)
+    shards = _assign_to_files(tensors, max_shard_size)
     return [
         name for shard in shards for name in order_widest_first({each: _make_spec(tensors[each]) for each in shard})
     ]
 
 
 def _make_spec(tensor: Any) -> TensorSpec:
+    """Return the shape and dtype of a tensor, or of one that is assembled only when it is written."""
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
@@ -278,6 +276,7 @@ def _write_and_compare(files: Mapping[Path, Mapping[str, Any]], tied: Mapping[st
 
 
 def _make_folder(path: str | Path) -> Path:
+    """Create a folder if it does not exist, and return its path. Raise `ConfigError` if the path is that of a file."""
     folder = to_path(path)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; give a folder for the weights")
@@ -292,121 +291,7 @@ def _remove_stale(folder: Path, current: set[str]) -> None:
         folder: Folder of the weights.
         current: Names of the files to keep.
     """
-    stale = (SINGLE, INDEX, "model-*-of-*.safetensors", PICKLED)
+    stale = (SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", PICKLED_FILE)
     for path in list(folder.iterdir()):
         if path.name not in current and any(fnmatch(path.name, pattern) for pattern in stale):
             path.unlink()
-
-
-# -------------------------------------------------------------------- configuration files, and the Hub
-
-
-def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[object] = ()) -> None:
-    """Write a model's configuration files into a folder, and its tokenizer's files if the tokenizer is known.
-
-    If the model has adapters, the files of its base are not written, because the folder contains only the adapters.
-
-    Args:
-        model: Model as the user created it, without wrappers.
-        folder: Existing folder.
-        parts: Tokenizers and processors with `save_pretrained`. Other objects, such as None, are skipped. Default: (),
-            the tokenizer's files are copied from the folder or Hub cache from which the model was loaded.
-    """
-    config = getattr(model, "config", None)
-    is_whole = not has_adapters(model)
-    if is_whole and callable(getattr(config, "save_pretrained", None)):
-        exported_config = copy.deepcopy(config)
-        if not getattr(exported_config, "architectures", None):
-            exported_config.architectures = [type(model).__name__]  # type: ignore[union-attr]
-        exported_config.save_pretrained(folder)  # type: ignore[union-attr]
-    own = [part for part in parts if callable(getattr(part, "save_pretrained", None))]
-    for part in own:
-        part.save_pretrained(folder)  # type: ignore[attr-defined]
-    settings = getattr(model, "generation_config", None)
-    if is_whole and callable(getattr(settings, "save_pretrained", None)):
-        try:
-            settings.save_pretrained(folder)  # type: ignore[union-attr]
-        except ValueError as error:  # contradictory settings must not make the save fail
-            log.warning("the generation settings of %s were not written: %s", type(model).__name__, error)
-    source = getattr(config, "_name_or_path", "") or getattr(config, "name_or_path", "")
-    if not own and isinstance(source, str) and source:
-        copy_files(_find_source_folder(source), folder, _TOKENIZER_PATTERNS)
-
-
-def copy_files(source: Path | None, folder: Path, patterns: Iterable[str] = PATTERNS) -> list[Path]:
-    """Copy files by name pattern from one folder to another, and return the paths of the copies.
-
-    Args:
-        source: Folder to copy from. Nothing is copied if it is None, does not exist, or is `folder`.
-        folder: Folder to copy to.
-        patterns: Name patterns of the files. Default: `PATTERNS`.
-    """
-    if source is None or not source.is_dir() or source.resolve() == folder.resolve():
-        return []
-    names = tuple(patterns)
-    files = sorted(file for file in source.iterdir() if any(fnmatch(file.name, each) for each in names))
-    copies = []
-    for file in (each for each in files if each.is_file()):
-        copies.append(folder / file.name)
-        with file.open("rb") as source_file, open(copies[-1], "wb") as target_file:
-            shutil.copyfileobj(source_file, target_file)
-    return copies
-
-
-def _find_source_folder(source: str) -> Path | None:
-    """Return the folder from which a model was loaded, or None if there is no such folder.
-
-    Args:
-        source: Folder, or ID of a model on the Hub. For an ID, the folder in the Hub's cache is returned.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        config = try_to_load_from_cache(source, "config.json")
-    except Exception:  # not installed, or the source is not an ID
-        return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether a model has adapters and a `save_pretrained` method that writes them, like PEFT's models."""
-    return bool(getattr(model, "peft_config", None)) and callable(getattr(model, "save_pretrained", None))
-
-
-def push_folder(
-    folder: Path,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    token: str | None = None,
-    revision: str | None = None,
-    commit_message: str = "Upload model",
-) -> str:
-    """Create a model repository on the Hub if it does not exist, and upload a folder to it in one commit.
-
-    Args:
-        folder: Folder whose files are all uploaded.
-        repo_id: ID of the repository: "name" or "owner/name".
-        private: Whether a new repository is private. Default: None, the default of the repository's owner.
-        token: Access token. Default: None, the token of `huggingface-cli login`, or HF_TOKEN.
-        revision: Branch, which is created if missing. Default: None, the branch main.
-        commit_message: Message of the commit.
-
-    Returns:
-        URL of the commit.
-
-    Raises:
-        ConfigError: If `repo_id` is empty.
-        OptionalDependencyMissing: If huggingface_hub is not installed.
-    """
-    if not repo_id:
-        raise ConfigError("push_to_hub needs a repository, such as 'owner/name'")
-    hub = require("huggingface_hub", "push_to_hub uploads with", "huggingface_hub")
-    api = hub.HfApi(token=token)
-    name = str(api.create_repo(repo_id, private=private, exist_ok=True).repo_id)
-    if revision is not None:
-        api.create_branch(name, branch=revision, exist_ok=True)
-    commit = api.upload_folder(repo_id=name, folder_path=folder, revision=revision, commit_message=commit_message)
-    return str(commit.commit_url)

@@ -5,7 +5,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from operator import mul
@@ -18,15 +18,21 @@ from headway.common.object_path import expand_home
 from headway.common.optional import require
 from headway.common.untrusted import escape_text, open_regular_file, read_regular_file
 from headway.core.weights.pieces import make_slices
-from headway.core.weights.shards import MAX_HEADER, TensorSpec, get_raw_bytes, read_header, view_as_bits
+from headway.core.weights.safetensors_format import MAX_HEADER, read_header
+from headway.core.weights.tensor_bytes import TensorSpec, get_raw_bytes, view_as_bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
 
 logger = get_logger(__name__)
 
-EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
 """Key of a module's extra state in its state dict."""
+_MANIFEST = "manifest.json"
+"""Name of the file that makes a folder a Headway checkpoint."""
+_MANIFEST_START = b'{"format":"headway checkpoint"'
+"""First bytes of this file."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""Pattern of a model's ID on the Hub: "name" or "owner/name"."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,15 @@ class StoredTensor(TensorSpec):
         if isinstance(self._data, torch.Tensor):
             box.copy_(self._data[make_slices(offsets, box.shape)])
             return
-        # `inner` is the last dim that the block does not cover completely. From it on, values are contiguous in the file.
-        inner = max((dim for dim, sizes in enumerate(zip(box.shape, self.shape)) if sizes[0] != sizes[1]), default=0)
+        partial_dims = [dim for dim, (size, full_size) in enumerate(zip(box.shape, self.shape)) if size != full_size]
+        # The last dim that the block does not cover completely. From it on, values are contiguous in the file.
+        inner = max(partial_dims, default=0)
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        first = sum(map(mul, offsets, strides))
+        first = sum(map(mul, offsets, strides))  # index of the block's first element in the flattened tensor
         with open_regular_file(self.file) as file:
-            for index in product(*map(range, box.shape[:inner])) if box.numel() else ():
+            if not box.numel():
+                return
+            for index in product(*map(range, box.shape[:inner])):
                 start = self._offset + (first + sum(map(mul, index, strides))) * self.dtype.itemsize
                 self._read_part(file.fileno(), start, box[index])
 
@@ -88,7 +97,10 @@ class StoredTensor(TensorSpec):
         Args:
             file: Descriptor of the file.
             start: Offset of the part in the file, in bytes.
-            part: Tensor to fill.
+            part: Tensor to fill. It can have another dtype than the file, or be on another device.
+
+        Raises:
+            CheckpointError: If the file has become shorter.
         """
         is_direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
         buffer = part if is_direct else torch.empty(part.shape, dtype=self.dtype)
@@ -120,10 +132,27 @@ class WeightFiles:
     ties: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
 
+    def verify(self, targets: Mapping[str, Any], others: Sequence[str]) -> None:
+        """Compare the bytes that will be read with their hashes. Do nothing here: these formats have no hashes.
+
+        Args:
+            targets: This rank's tensors that receive the values, by the names of the stored tensors.
+            others: Names of further stored tensors, which are read completely.
+        """
+
     @property
     def files(self) -> list[Path]:
         """Sorted list of the files that contain the tensors."""
         return sorted({stored.file for stored in self.tensors.values()})
+
+
+def is_headway_checkpoint(folder: Path) -> bool:
+    """Whether a local folder is a checkpoint that `save_state` wrote."""
+    path = folder / _MANIFEST
+    if not os.path.isfile(path):
+        return False
+    with open_regular_file(path) as file:
+        return file.read(len(_MANIFEST_START)) == _MANIFEST_START
 
 
 def open_checkpoint(source: str | Path) -> WeightFiles:
@@ -136,13 +165,20 @@ def open_checkpoint(source: str | Path) -> WeightFiles:
 
     Raises:
         CheckpointError: If there is no checkpoint or more than one, a shard is missing, or a file is damaged or would
-            execute code. The message names the file.
+            execute code. The message names the file. Also if the folder is a Headway checkpoint, which also contains
+            the state of optimizers.
         OptionalDependencyMissing: If `source` is a Hub ID and huggingface_hub is not installed.
     """
     path = Path(expand_home(source))
     if not os.path.exists(path):
         path = _download_files(str(source))
     if os.path.isdir(path):
+        if is_headway_checkpoint(path):
+            raise CheckpointError(
+                f"{path} is a checkpoint that save_state wrote, with the state of a run. To load only its weights, call "
+                f"accelerator.load_weights(model, {str(path)!r}), or write them to a folder with `headway merge {path} OUTPUT` and "
+                "load that folder"
+            )
         path = _choose_checkpoint(path)
     if path.name.endswith(".index.json"):
         return _open_sharded(path, str(source))
@@ -180,7 +216,17 @@ def _choose_checkpoint(folder: Path) -> Path:
 
 
 def _download_files(source: str) -> Path:
-    """Return the folder in the local cache that holds a Hub model's weights. Missing files are downloaded."""
+    """Return the folder in the local cache that holds a Hub model's weights. Missing files are downloaded.
+
+    Safetensors files are preferred to .bin files.
+
+    Args:
+        source: ID of the model, such as "owner/name".
+
+    Raises:
+        CheckpointError: If `source` is no such ID, the download fails, or the model has no weights in these formats.
+        OptionalDependencyMissing: If huggingface_hub is not installed.
+    """
     if not _HUB_ID.fullmatch(source):
         raise CheckpointError(f"{source} does not exist, and is not an id of a model on the Hub ('owner/name') either")
     hub = require("huggingface_hub", f"{source!r} is not a local path, and downloading it needs", "huggingface_hub")
@@ -189,7 +235,7 @@ def _download_files(source: str) -> Path:
             folder = Path(hub.snapshot_download(source, allow_patterns=patterns))
         except Exception as error:
             raise CheckpointError(
-                f"{source!r} is not a local file or folder, and could not be had from the Hub: {error}"
+                f"{source!r} is not a local file or folder, and could not be downloaded from the Hub: {error}"
             ) from error
         if any(folder.glob(patterns[0])):
             return folder
@@ -224,6 +270,9 @@ def _open_sharded(index: Path, source: str) -> WeightFiles:
     Args:
         index: Index file.
         source: Path or ID as given by the caller, for messages.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged, or a tensor is not in its file.
     """
     weights, metadata = _read_index(index)
     files = sorted(set(weights.values()))
@@ -250,7 +299,14 @@ def _open_sharded(index: Path, source: str) -> WeightFiles:
 
 
 def _read_ties(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, str]:
-    """Return the entries of a file's metadata that map a name without a tensor to the name of a stored tensor."""
+    """Return the tied names that a file's metadata records, each with the name of the stored tensor.
+
+    Other entries of the metadata, such as `{"format": "pt"}`, are left out.
+
+    Args:
+        metadata: Metadata of a file or an index. It is untrusted.
+        tensors: Stored tensors by name.
+    """
     return {
         name: target
         for name, target in metadata.items()
@@ -260,15 +316,29 @@ def _read_ties(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> di
 
 @dataclass
 class _OpenedFile:
+    """Content of one file of weights.
+
+    Attributes:
+        tensors: Tensors by name.
+        metadata: Metadata in the header of a safetensors file. Empty for pickled files.
+        objects: Modules' extra states that are not tensors, by name. Only pickled files have any.
+    """
+
     tensors: dict[str, StoredTensor]
     metadata: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
 
     def has_entry(self, name: str) -> bool:
+        """Whether the file contains a tensor or an object of this name."""
         return name in self.tensors or name in self.objects
 
 
 def _open_file(path: Path) -> _OpenedFile:
+    """Open one file of weights, by its suffix. Values are read later if the file can be mapped.
+
+    Raises:
+        CheckpointError: If it is no regular file, has another suffix, or is damaged.
+    """
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is not a regular file; nothing was read from it")
     if path.suffix in (".bin", ".pt", ".pth"):
@@ -280,11 +350,15 @@ def _open_file(path: Path) -> _OpenedFile:
 
 def is_extra_state(name: str) -> bool:
     """Whether a state-dict key belongs to a module's `get_extra_state` value."""
-    return name.rpartition(".")[2] == EXTRA
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _open_pickled(path: Path) -> _OpenedFile:
-    """Open a file that torch.save has written. A zip archive is mapped. Code in the file is not executed."""
+    """Open a file that torch.save has written. A zip archive is mapped. Code in the file is not executed.
+
+    Raises:
+        CheckpointError: If torch refuses the file, or its content is not a dict of tensors and extra states.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except Exception as error:
@@ -309,16 +383,25 @@ def _open_pickled(path: Path) -> _OpenedFile:
 
 
 def _wrap_pickled_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors of a file that torch.save has written, as pairs of (name, stored tensor).
+
+    Raises:
+        CheckpointError: If one of them is not a plain CPU tensor.
+    """
+    is_zip = _is_zip(path)
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
             raise CheckpointError(
-                f"{path}: {name!r} is not a plain tensor ({tensor.layout}, {tensor.device}), which weights are"
+                f"{path}: {name!r} is not a plain tensor (layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}, "
+                f"nested: {tensor.is_nested}); weights must be plain CPU tensors"
             )
-        is_mapped = _is_zip(path) and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
+        # A view of the mapped file needs contiguous values at a multiple of their size. Archives may place them elsewhere.
+        is_mapped = is_zip and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
         yield name, StoredTensor(tuple(tensor.shape), tensor.dtype, path, is_mapped, tensor.detach())
 
 
 def _is_zip(path: Path) -> bool:
+    """Whether a file is a zip archive, as torch.save has written since torch 1.6."""
     with open_regular_file(path) as file:
         return file.read(2) == b"PK"
 

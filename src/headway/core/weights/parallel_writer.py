@@ -7,21 +7,14 @@ the others write the next file. The calling thread writes small files itself, an
 
 Values that are contiguous in host memory are written without a copy. Contiguous values on a device are copied
 through one small buffer per thread. Other values are first copied to host memory. `MAX_COPIES` limits these copies.
-
-The descriptor of a file stays open from its first byte to its fsync. Linux reports a failed write only to
-descriptors that were open at that time.
 """
 
-import contextlib
-import ctypes
 import importlib
-import math
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -29,32 +22,23 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from headway.common.object_path import PART, THREADS, ObjectPath
+from headway.common.object_path import THREADS, ObjectPath
 from headway.common.task_threads import TaskThreads
-from headway.common.untrusted import open_regular_file
 from headway.core.runtime.copy_stream import allocate_pinned
-from headway.core.weights.shards import (
-    BLOCK,
-    TensorSpec,
-    encode_header,
-    get_raw_bytes,
-    name_file,
-    read_header,
-    view_as_bits,
-)
+from headway.core.weights.file_sinks import DiskSink, FileSink, ObjectSink
+from headway.core.weights.ranged_file import RANGE, RangedFile
+from headway.core.weights.safetensors_format import BLOCK, encode_header
+from headway.core.weights.tensor_bytes import TensorSpec, get_raw_bytes, is_in_order, view_bytes
 from headway.errors import CheckpointError
 
-RANGE = 16 * 2**20
-"""Bytes of a file on a disk that one thread writes at a time. In object stores, a range is one stored object."""
 MAX_COPIES = 64 * 2**20
 """Maximum bytes of host copies of values that cannot be written without a copy. A single larger copy is allowed."""
-_LARGE = 64 * 2**20
+_MIN_THREADED_BYTES = 64 * 2**20
 """Smallest total size in bytes for which a save starts threads."""
-_STAGING = 4 * 2**20
+_STAGING_BYTES = 4 * 2**20
 """Size in bytes of each thread's buffer for values on a device."""
-_COALESCED = 64 * 1024
-"""Size in bytes below which values are collected in a buffer before they are hashed and written."""
-_SYNC_FILE_RANGE_WRITE = 2
+_MIN_UNCOPIED_BYTES = 64 * 1024
+"""Smallest size in bytes of values that are hashed and written without a copy. Smaller ones are collected in a buffer."""
 
 
 class LazyFullTensor(Protocol):
@@ -72,27 +56,12 @@ class LazyFullTensor(Protocol):
         """Return the full tensor, assembled in memory."""
 
 
-@dataclass
-class RangedFile:
-    """File that `ParallelWriter` writes, with its length and hashes.
-
-    Attributes:
-        path: Path of the file.
-        num_bytes: Length in bytes.
-        digests: Hexadecimal XXH3-128 hash of each piece of the file, in order. Complete when the file is finished.
-    """
-
-    path: Path
-    num_bytes: int
-    digests: list[str]
-
-
-class _HostCopies:
+class _HostCopyLimit:
     """Limit on the bytes of host copies that are not written yet. A thread that makes copies waits at the limit."""
 
     def __init__(self, threads: TaskThreads) -> None:
         self._threads = threads
-        self._changed = threading.Condition()
+        self._state_change = threading.Condition()
         self._num_bytes = 0
 
     def reserve_memory(self, num_bytes: int, num_unsubmitted: int) -> None:
@@ -108,17 +77,17 @@ class _HostCopies:
         Raises:
             BaseException: The error of a task that failed during the wait.
         """
-        with self._changed:
+        with self._state_change:
             while self._num_bytes > num_unsubmitted and self._num_bytes + num_bytes > MAX_COPIES:
-                self._changed.wait(0.05)  # after a failed task, some copies might never be released
+                self._state_change.wait(0.05)  # after a failed task, some copies might never be released
                 self._threads.raise_first_error()
             self._num_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
         """Reduce the total of unwritten copies by the number of bytes that have been written."""
-        with self._changed:
+        with self._state_change:
             self._num_bytes -= num_bytes
-            self._changed.notify_all()
+            self._state_change.notify_all()
 
 
 @dataclass(frozen=True)
@@ -127,129 +96,11 @@ class _Segment:
 
     Attributes:
         values: The bytes, as a contiguous uint8 tensor on any device.
-        copies: Limit that counts the bytes if they belong to a host copy, else None.
+        copy_limit: Limit that counts the bytes if they belong to a host copy, else None.
     """
 
     values: torch.Tensor
-    copies: _HostCopies | None
-
-
-class _Sink(Protocol):
-    """Interface of the target to which the bytes of one file are written."""
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write bytes to the file, starting at an offset."""
-
-    def end_range(self, start: int, num_bytes: int) -> None:
-        """Handle a range whose bytes have all been written.
-
-        Args:
-            start: Offset of the range in the file.
-            num_bytes: Length of the range.
-        """
-
-    def finish(self) -> None:
-        """Complete the file. Called after its last range has been written."""
-
-    def abort(self) -> None:
-        """Release the file after an error."""
-
-
-class _DiskSink:
-    """Target for the bytes of a file on a disk.
-
-    Args:
-        path: File to create or overwrite.
-        syncs_to_disk: Whether `finish` flushes the file to the disk with fsync.
-    """
-
-    def __init__(self, path: Path, syncs_to_disk: bool) -> None:
-        self._path = path
-        self._syncs_to_disk = syncs_to_disk
-        # The kernel lets one thread at a time write to a file. Others would spin on its lock instead of hashing.
-        self._lock = threading.Lock()
-        with name_file(path):
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write bytes to the file, starting at an offset.
-
-        Raises:
-            OSError: If the disk is full or not writable.
-        """
-        with name_file(self._path), self._lock:
-            while view:
-                count = os.pwrite(self._handle, view, offset)
-                view = view[count:]
-                offset += count
-
-    def end_range(self, start: int, num_bytes: int) -> None:
-        """Start to flush a range from the page cache to the disk, so that the disk is not idle until `finish`."""
-        flush = _find_sync_file_range() if self._syncs_to_disk else None
-        if flush is not None:
-            flush(self._handle, start, num_bytes, _SYNC_FILE_RANGE_WRITE)  # fsync reports errors
-
-    def finish(self) -> None:
-        """Close the file. If `syncs_to_disk` is set, flush it to the disk first.
-
-        Raises:
-            OSError: If the disk is full or failed.
-        """
-        with name_file(self._path):
-            if self._syncs_to_disk:
-                os.fsync(self._handle)
-            handle, self._handle = self._handle, -1
-            os.close(handle)
-
-    def abort(self) -> None:
-        """Close the file after an error."""
-        if self._handle >= 0:
-            handle, self._handle = self._handle, -1
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                os.close(handle)
-
-
-@cache
-def _find_sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's `sync_file_range`, or None on other systems.
-
-    The function starts to write a range to the disk without waiting.
-    """
-    if sys.platform != "linux":
-        return None
-    function: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function  # type: ignore[no-any-return]
-
-
-class _ObjectSink:
-    """Target for the bytes of a file in an object store. Each range is one object, written by one request.
-
-    Args:
-        path: File to write.
-    """
-
-    def __init__(self, path: ObjectPath) -> None:
-        self._path = path
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write the bytes of a complete range.
-
-        Raises:
-            ObjectStoreError: If the store does not accept the request.
-        """
-        for start in range(0, len(view), PART):
-            self._path.client.put(self._path.make_part_key((offset + start) // PART), view[start : start + PART])
-
-    def end_range(self, start: int, num_bytes: int) -> None:
-        """Do nothing, because `write` has written the range as a complete object."""
-
-    def finish(self) -> None:
-        """Do nothing, because all objects are complete."""
-
-    def abort(self) -> None:
-        """Do nothing, because no request is open."""
+    copy_limit: _HostCopyLimit | None
 
 
 class _Range:
@@ -281,9 +132,9 @@ class _Range:
         """
         for index, segment in enumerate(self.segments):
             values, is_view = segment.values, segment.values.untyped_storage().nbytes() > segment.values.numel()
-            if segment.copies is not None and is_view:
-                self.segments[index] = _Segment(values.clone(), segment.copies)
-        return sum(each.values.numel() for each in self.segments if each.copies is not None)
+            if segment.copy_limit is not None and is_view:
+                self.segments[index] = _Segment(values.clone(), segment.copy_limit)
+        return sum(each.values.numel() for each in self.segments if each.copy_limit is not None)
 
 
 class _FileInProgress:
@@ -293,20 +144,16 @@ class _FileInProgress:
         file: Path, length and hashes of the file.
         sink: Target of its bytes.
         piece: Number of bytes that one hash covers.
-        range_bytes: Bytes of a range, a multiple of `piece`.
         on_written: Function called by a thread when the file is complete.
     """
 
-    def __init__(
-        self, file: RangedFile, sink: _Sink, piece: int, range_bytes: int, on_written: Callable[[RangedFile], None]
-    ) -> None:
+    def __init__(self, file: RangedFile, sink: FileSink, piece: int, on_written: Callable[[RangedFile], None]) -> None:
         self.file = file
         self.sink = sink
         self.piece = piece
-        self.range_bytes = range_bytes
         self._on_written = on_written
         self._lock = threading.Lock()
-        self._num_unfinished = -(-file.num_bytes // range_bytes)
+        self._num_unfinished = -(-file.num_bytes // sink.range_bytes)
 
     def finish_range(self) -> bool:
         """Record that a range has been written. Return True if it is the last one, after which `finish` must be called."""
@@ -336,12 +183,12 @@ class ParallelWriter:
         # Waiting tasks hold views, and host copies have their own limit. So the limit of 4 tasks per thread only bounds
         # how far the calling thread runs ahead.
         self._threads = TaskThreads(num_threads, "headway-write", 4 * num_threads)
-        self._copies = _HostCopies(self._threads)
+        self._copy_limit = _HostCopyLimit(self._threads)
         self._num_unsubmitted = 0
         """Bytes of host copies in the range that the calling thread is filling."""
-        self._local = threading.local()
-        self._device_lock = threading.Lock()
-        self._synchronized: set[torch.device] = set()
+        self._local = threading.local()  # each thread's buffer, and its pinned memory for copies from devices
+        self._device_lock = threading.Lock()  # held during a copy from a device
+        self._synchronized_devices: set[torch.device] = set()  # devices whose earlier work has ended
         self._files: list[_FileInProgress] = []
 
     def __enter__(self) -> "ParallelWriter":
@@ -396,25 +243,21 @@ class ParallelWriter:
         header, _ = encode_header(specs, metadata or {})
         num_bytes = len(header) + sum(spec.num_bytes for spec in specs.values())
         file = RangedFile(path, num_bytes, [""] * -(-num_bytes // piece))
-        sink: _Sink
-        if isinstance(path, ObjectPath):
-            sink, range_bytes = _ObjectSink(path), math.lcm(PART, piece)  # one part, unless tests make parts smaller
-        else:
-            sink, range_bytes = _DiskSink(path, syncs_to_disk), RANGE
-        progress = _FileInProgress(file, sink, piece, range_bytes, on_written)
+        sink: FileSink = ObjectSink(path, piece) if isinstance(path, ObjectPath) else DiskSink(path, syncs_to_disk)
+        progress = _FileInProgress(file, sink, piece, on_written)
         self._files.append(progress)
         current = _Range(0)
         for segment in self._list_segments(path, header, specs, values):
             begin = 0
             while begin < segment.values.numel():
-                end = min(segment.values.numel(), begin + range_bytes - current.num_bytes)
-                current.add(_Segment(segment.values[begin:end], segment.copies))
+                end = min(segment.values.numel(), begin + sink.range_bytes - current.num_bytes)
+                current.add(_Segment(segment.values[begin:end], segment.copy_limit))
                 begin = end
-                if current.num_bytes == range_bytes:
+                if current.num_bytes == sink.range_bytes:
                     self._threads.submit(partial(self._write_range, progress, current))
-                    current = _Range(current.start + range_bytes)
+                    current = _Range(current.start + sink.range_bytes)
                     self._num_unsubmitted = 0
-            if segment.copies is not None:
+            if segment.copy_limit is not None:
                 self._num_unsubmitted = current.separate_copies()
             del segment
         if current.num_bytes:
@@ -449,28 +292,31 @@ class ParallelWriter:
         for name, value in values:
             expected_name, spec = next(remaining, ("", None))
             if name != expected_name or spec is None or (tuple(value.shape), value.dtype) != (spec.shape, spec.dtype):
-                raise CheckpointError(f"{name} came as {list(value.shape)} {value.dtype} to be written, wanted: {spec}")
+                raise CheckpointError(
+                    f"{name} is to be written as {list(value.shape)} {value.dtype}, but the file was planned with {spec}"
+                )
             if isinstance(value, torch.Tensor) and (is_in_order(value) or not spec.num_bytes):
                 self._synchronize_device(value.device)
                 if spec.num_bytes:
                     yield _Segment(view_bytes(value), None)
                 continue
-            self._copies.reserve_memory(spec.num_bytes, self._num_unsubmitted)
+            self._copy_limit.reserve_memory(spec.num_bytes, self._num_unsubmitted)
             copy = value if isinstance(value, torch.Tensor) else value.assemble()
             del value
-            yield _Segment(get_raw_bytes(copy), self._copies)
+            yield _Segment(get_raw_bytes(copy), self._copy_limit)
             del copy
-        if (rest := next(remaining, None)) is not None:
-            raise CheckpointError(f"{path}: no values came for {rest[0]}")
+        missing_name, _ = next(remaining, (None, None))
+        if missing_name is not None:
+            raise CheckpointError(f"{path}: no values were passed for {missing_name}")
 
     def _synchronize_device(self, device: torch.device) -> None:
         """Wait for the work on a device that produces the values to write.
 
         The writer's threads copy on another stream, which does not wait for this work.
         """
-        if device.type != "cpu" and device not in self._synchronized:
+        if device.type != "cpu" and device not in self._synchronized_devices:
             torch.accelerator.current_stream(device).synchronize()
-            self._synchronized.add(device)
+            self._synchronized_devices.add(device)
 
     # ---------------------------------------------------------------- in the threads
 
@@ -479,11 +325,8 @@ class ParallelWriter:
         sink, file, piece = progress.sink, progress.file, progress.piece
         offset, digests = file_range.start, []
         digest, filled = xxhash.xxh3_128(), 0
-        needs_single_block = isinstance(sink, _ObjectSink)
-        block_bytes = progress.range_bytes if needs_single_block else BLOCK
-        for view in self._gather_blocks(
-            file_range.segments, min(block_bytes, file_range.num_bytes), needs_single_block
-        ):
+        block_bytes = min(sink.range_bytes if sink.needs_single_block else BLOCK, file_range.num_bytes)
+        for view in self._gather_blocks(file_range.segments, block_bytes, sink.needs_single_block):
             if self._threads.has_failed:
                 return
             sink.write(view, offset)
@@ -498,12 +341,12 @@ class ParallelWriter:
                     digest, filled = xxhash.xxh3_128(), 0
         if filled:
             digests.append(digest.hexdigest())
-        first = file_range.start // piece
-        file.digests[first : first + len(digests)] = digests
+        first_piece = file_range.start // piece
+        file.digests[first_piece : first_piece + len(digests)] = digests
         del view, part  # they hold the memory of the last segment
-        num_copied = sum(each.values.numel() for each in file_range.segments if each.copies is not None)
+        num_copied_bytes = sum(each.values.numel() for each in file_range.segments if each.copy_limit is not None)
         file_range.segments.clear()  # frees the copies before others are made, and before the fsync
-        self._copies.release(num_copied)
+        self._copy_limit.release(num_copied_bytes)
         sink.end_range(file_range.start, file_range.num_bytes)
         if progress.finish_range():
             self._threads.add(progress.finish)
@@ -518,7 +361,7 @@ class ParallelWriter:
 
         Args:
             segments: Bytes of the tensors.
-            num_bytes: Maximum size of a block.
+            num_bytes: Maximum size of a block in bytes.
             needs_single_block: Whether all bytes must be in one block, as an object store requires.
         """
         buffer = self._get_buffer(num_bytes)
@@ -526,7 +369,7 @@ class ParallelWriter:
         for segment in segments:
             for view in self._read_blocks(segment.values):
                 while view:
-                    if not needs_single_block and not filled and len(view) >= _COALESCED:
+                    if not needs_single_block and not filled and len(view) >= _MIN_UNCOPIED_BYTES:
                         yield view[:num_bytes]
                         view = view[num_bytes:]
                         continue
@@ -534,7 +377,7 @@ class ParallelWriter:
                     buffer[filled : filled + len(part)] = part
                     filled += len(part)
                     view = view[len(part) :]
-                    if filled == num_bytes or (not needs_single_block and len(view) >= _COALESCED):
+                    if filled == num_bytes or (not needs_single_block and len(view) >= _MIN_UNCOPIED_BYTES):
                         yield buffer[:filled]
                         filled = 0
         if filled:
@@ -567,11 +410,16 @@ class ParallelWriter:
         staging: torch.Tensor | None = getattr(self._local, "staging", None)
         if staging is None:
             try:
-                staging = allocate_pinned(_STAGING)
+                staging = allocate_pinned(_STAGING_BYTES)
             except RuntimeError:  # no memory can be pinned: copies are then slower, but still faster than a disk
-                staging = torch.empty(_STAGING, dtype=torch.uint8)
+                staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8)
             self._local.staging = staging
         return staging
+
+
+def _view_memory(values: torch.Tensor) -> memoryview:
+    """Return a view of the memory of a contiguous uint8 tensor on the CPU."""
+    return memoryview(values.numpy())  # type: ignore[arg-type]
 
 
 def count_threads(num_bytes: int) -> int:
@@ -580,73 +428,12 @@ def count_threads(num_bytes: int) -> int:
     The result is 0 if the address space of the process is limited. A new thread that gets no memory would then end the
     process.
     """
-    return THREADS if num_bytes >= _LARGE and not _is_address_space_limited() else 0
+    return THREADS if num_bytes >= _MIN_THREADED_BYTES and not _is_address_space_limited() else 0
 
 
 def _is_address_space_limited() -> bool:
+    """Whether this process has a limit on its virtual memory (`ulimit -v`), which mapping a large file could exceed."""
     if not sys.platform.startswith("linux"):
         return False
     resource: Any = importlib.import_module("resource")  # exists on Unix only
     return bool(resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
-
-
-def is_in_order(tensor: torch.Tensor) -> bool:
-    """Whether a dense tensor's memory holds its values in row-major order."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's memory as uint8, on the tensor's device.
-
-    The memory must hold the values in row-major order.
-    """
-    flat = view_as_bits(tensor.detach()).reshape(-1)
-    if flat.numel() == 1:  # contiguous to torch whatever its stride is, but not to a view as bytes
-        flat = flat.as_strided((1,), (1,))
-    return flat.view(torch.uint8)
-
-
-def _view_memory(values: torch.Tensor) -> memoryview:
-    return memoryview(values.numpy())  # type: ignore[arg-type]
-
-
-def check_specs(path: Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Raise `CheckpointError` if the header of a written file does not list the written tensors.
-
-    The header is read in the same way as when the file is loaded.
-
-    Args:
-        path: Written file.
-        specs: Shape and dtype of each written tensor.
-
-    Raises:
-        CheckpointError: If the file could not be loaded, or its tensors differ from `specs`.
-    """
-    with open_regular_file(path) as opened:
-        stored, _ = read_header(opened, path)
-    if {name: spec for name, (spec, _) in stored.items()} != dict(specs):
-        raise CheckpointError(f"{path} does not contain what was written; nothing was replaced. Save to another disk")
-
-
-def verify_range(file: RangedFile, number: int) -> None:
-    """Raise `CheckpointError` if one range (`RANGE` bytes) of a written file differs from its hash.
-
-    Args:
-        file: File on a disk with one hash per range.
-        number: Index of the range, from 0.
-
-    Raises:
-        CheckpointError: If the bytes of the file differ from those that were written.
-    """
-    digest, start = xxhash.xxh3_128(), number * RANGE
-    with open_regular_file(file.path) as opened:
-        opened.seek(start)
-        block = memoryview(bytearray(BLOCK))
-        remaining = min(RANGE, file.num_bytes - start)
-        while remaining and (count := opened.readinto(block[: min(remaining, BLOCK)])):  # type: ignore[attr-defined]
-            digest.update(block[:count])
-            remaining -= count
-    if remaining or digest.hexdigest() != file.digests[number]:
-        raise CheckpointError(
-            f"{file.path} does not contain what was written from byte {start:,} on; nothing was replaced. Save to another disk"
-        )

@@ -1,8 +1,7 @@
 """Limit on the rows of a micro-batch ("piece"): it shrinks when memory runs out, and grows back when memory is free.
 
 The limit is equal on all ranks, because it changes only when all ranks exchange whether their batch has succeeded (a
-vote). `AllocatorPressure` predicts how many rows fit into a device's memory, and detects whether the device's allocator
-thrashes. On the CPU, sizes are not predicted and thrashing is not detected.
+vote). `AllocatorPressure` predicts how many rows fit into a device's memory. On the CPU, sizes are not predicted.
 
 If the allocator counts memory, a failure is followed by a calibration. During a calibration, batches are split into
 micro-batches of two sizes, and the peak memory of each micro-batch is read. Each rank fits a line through both peaks to
@@ -11,17 +10,12 @@ predict the largest size that fits. The smallest prediction of all ranks is trie
 
 from dataclasses import dataclass
 
-import torch
-
-from headway.core.memory.monitor import PeakReader
-from headway.core.memory.row_curve import RowCurve, RowPeak
-from headway.core.memory.use import read_free_bytes
 from headway.core.runtime.collectives.tree import compute_slice_bounds
-from headway.core.runtime.device import Hardware
 
 FIRST_PATIENCE = 16
 """Number of batches without an error before a larger size is first tried."""
 _MAX_PATIENCE = 4096
+"""Largest number of batches without an error before a larger size is tried, however often larger sizes have failed."""
 _CALIBRATION_UPDATES = 2
 """Number of updates, after a failure, in which memory is measured before a larger size is predicted.
 
@@ -81,7 +75,7 @@ class PieceSize:
         Args:
             is_update: Whether the batch ends with an optimizer update.
         """
-        is_counted = is_update or not self.is_calibrating
+        is_counted = is_update or not self.is_calibrating  # a calibration counts only updates
         return self.limit is not None and is_counted and self.num_clean + 1 >= self.patience
 
     def count_pieces(self, num_rows: int) -> int:
@@ -92,7 +86,8 @@ class PieceSize:
         """
         if self.limit is None or num_rows <= self.limit:
             return 1
-        return _divide_rounding_up(num_rows, self.limit) + self.has_two_sizes
+        num_pieces = _divide_rounding_up(num_rows, self.limit)
+        return num_pieces + 1 if self.has_two_sizes else num_pieces
 
     def split_rows(self, num_rows: int, min_pieces: int = 1) -> list[tuple[int, int]]:
         """Return the (begin, end) row indices of a batch's micro-batches.
@@ -106,10 +101,10 @@ class PieceSize:
         """
         count = min(max(self.count_pieces(num_rows), min_pieces), max(num_rows, 1))
         if self.has_two_sizes and count > 2:
-            larger = [compute_slice_bounds(num_rows, count - 1, index) for index in range(count - 1)]
-            halved = _halve_a_piece(larger)
-            if halved:
-                return halved
+            larger_ranges = [compute_slice_bounds(num_rows, count - 1, index) for index in range(count - 1)]
+            ranges = _halve_a_piece(larger_ranges)
+            if ranges:
+                return ranges
         return [compute_slice_bounds(num_rows, count, index) for index in range(count)]
 
     def get_smaller_size(self, num_rows: int, is_measured: bool = False) -> int:
@@ -120,7 +115,7 @@ class PieceSize:
 
         Args:
             num_rows: Rows of the micro-batches that failed.
-            is_measured: Whether memory is measured, so that the size that fits can soon be predicted.
+            is_measured: Whether memory is measured, so that the size that fits can soon be predicted. Default: False.
         """
         if self.good is not None and self.good < num_rows:
             return self.good
@@ -141,6 +136,7 @@ class PieceSize:
             limit: New largest number of rows, equal on all ranks.
             num_rows: Rows of the micro-batches that ran out of memory.
             is_measured: Whether memory is measured on all ranks, so that the size that fits can soon be predicted.
+                Default: False.
         """
         if self.good is not None:
             self.patience = min(2 * max(self.patience, FIRST_PATIENCE), _MAX_PATIENCE)
@@ -156,15 +152,15 @@ class PieceSize:
         Args:
             num_rows: Rows of the batch's largest micro-batch.
             predicted_rows: Largest number of rows that is predicted to fit on all ranks. None: memory is not measured.
-            batch_rows: Rows of the largest batch of all ranks. Needed if memory is measured.
-            is_update: Whether the batch ended with an optimizer update.
+            batch_rows: Rows of the largest batch of all ranks. Needed if memory is measured. Default: 0.
+            is_update: Whether the batch ended with an optimizer update. Default: True.
         """
         # Pieces of a split batch have more than half of the limit's rows. Shorter ones come from unsplit batches.
         if self.limit is None or 2 * num_rows <= self.limit:
             return
-        is_due = self.is_try_due(is_update)
-        self.num_clean += is_update or not self.is_calibrating
-        if not is_due:
+        if not self.is_try_due(is_update):
+            if is_update or not self.is_calibrating:  # a calibration counts only updates
+                self.num_clean += 1
             return
         self.num_clean = 0
         if predicted_rows is None:
@@ -211,6 +207,7 @@ class PieceSize:
 
 
 def _divide_rounding_up(number: int, divisor: int) -> int:
+    """Return the quotient of two integers, rounded up."""
     return -(-number // divisor)
 
 
@@ -226,9 +223,9 @@ def _halve_a_piece(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         ranges: Row ranges (begin, end) of at least two micro-batches.
     """
     if len(ranges) == 2:
-        (begin, end), (_, last) = ranges
-        large, half = last - end, (end - begin) // 2
-        return [(begin, half), (half, half + large), (half + large, last)] if half else []
+        (_, first_end), (_, end) = ranges  # the first one begins at row 0
+        half, large = first_end // 2, end - first_end
+        return [(0, half), (half, half + large), (half + large, end)] if half else []
     *unchanged, (begin, end) = ranges
     middle = (begin + end + 1) // 2
     return [*unchanged, (begin, middle), (middle, end)] if middle < end else []
@@ -241,131 +238,3 @@ def _balance_pieces(max_rows: int, num_rows: int) -> int:
     """
     num_pieces = _divide_rounding_up(num_rows, max(max_rows, 1))
     return _divide_rounding_up(num_rows, max(num_pieces, 1))
-
-
-_VOTES_PER_QUERY = 8
-"""Number of calls of `AllocatorPressure.is_thrashing` per query of the allocator's statistics.
-
-A query takes a tenth of a millisecond.
-"""
-_NUM_QUERIES = 2
-"""Number of consecutive queries that must find that the cache was emptied before the allocator counts as thrashing.
-
-A tensor shape that occurs only once, for example in an evaluation, can make the allocator empty its cache once.
-"""
-
-
-class AllocatorPressure:
-    """Monitor of one device's memory allocator. It predicts how many rows fit, and detects thrashing.
-
-    Args:
-        hardware: Functions of the device type, such as its memory statistics.
-        device: Device to monitor.
-    """
-
-    def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._hardware = hardware
-        self._statistics = hardware.find_memory_function("memory_stats")
-        self._device = device
-        names = ("memory_stats", "mem_get_info", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats")
-        has_statistics = hardware.kind != "cpu" and all(
-            hardware.find_memory_function(name) is not None for name in names
-        )
-        self._peak = PeakReader(hardware, device) if has_statistics else None
-        # Measurements of micro-batches
-        self._curve = RowCurve()
-        self._piece_peaks: dict[int, int] = {}  # peak bytes by number of rows, during a calibration
-        self._reserved_bytes = 0  # largest size of the allocator's cache during a calibration
-        # Detection of thrashing
-        self._num_retries: int | None = None  # as of the last query
-        self._num_thrashing_queries = 0  # in a row
-        self._num_votes = 0
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the allocator counts memory, so that sizes can be predicted."""
-        return self._peak is not None
-
-    def reset_statistics(self) -> None:
-        """Reset all statistics when micro-batches become smaller, because earlier values no longer apply."""
-        self._num_retries, self._num_thrashing_queries, self._num_votes = None, 0, 0
-        self._curve.clear()
-        self.reset_peak()
-
-    def reset_peak(self) -> None:
-        """Reset the peak memory, so that an evaluation's earlier peak does not count for later micro-batches."""
-        self._piece_peaks.clear()
-        self._reserved_bytes = 0
-        if self._peak is not None:
-            self._peak.reset()
-
-    def release_cache(self) -> None:
-        """Return cached blocks to the driver, because the size of micro-batches changes.
-
-        Otherwise, the old blocks would be too small for larger micro-batches and would look like fragmentation.
-        """
-        if self._peak is not None:
-            self._hardware.release_cache()
-
-    def record_piece(self, num_rows: int) -> None:
-        """Record the peak memory since the last micro-batch, and start to measure the next one.
-
-        Args:
-            num_rows: Rows of the micro-batch that has ended. 0: do not record its peak.
-        """
-        if self._peak is None or self._statistics is None:
-            return
-        if num_rows:
-            self._piece_peaks[num_rows] = max(self._piece_peaks.get(num_rows, 0), self._peak.read_peak())
-            self._reserved_bytes = max(
-                self._reserved_bytes, self._statistics(self._device).get("reserved_bytes.all.current", 0)
-            )
-        self._peak.reset()
-
-    def predict_rows(self, num_rows: int) -> int:
-        """Return the largest number of rows per micro-batch that is expected to fit on this rank.
-
-        Return -1 if the device's memory is not measured, and 0 if not even one row is expected to fit.
-
-        Args:
-            num_rows: Rows of the largest micro-batch since `reset_peak` was last called.
-        """
-        if self._peak is None or self._statistics is None:
-            return -1
-        statistics = self._statistics(self._device)
-        # Gradients and optimizer state exist at this point; activations do not.
-        base_bytes = statistics.get("allocated_bytes.all.current", 0)
-        reserved_bytes = statistics.get("reserved_bytes.all.current", 0)
-        if self._piece_peaks:
-            peaks = self._piece_peaks
-            unused_bytes = max(self._reserved_bytes, reserved_bytes) - max(peaks.values())
-        else:
-            # Outside of a calibration, the cache also holds blocks of other work, such as an evaluation.
-            peaks = {num_rows: self._peak.read_peak()}
-            unused_bytes = self._curve.unused
-        for rows, peak_bytes in peaks.items():
-            allocated_bytes = max(peak_bytes - base_bytes, 0)
-            self._curve.record_peak(RowPeak(rows, allocated_bytes, allocated_bytes + max(unused_bytes, 0)))
-        available_bytes = read_free_bytes(self._hardware, self._device) + reserved_bytes - base_bytes
-        return self._curve.predict_largest(available_bytes) or 0
-
-    def is_thrashing(self) -> bool:
-        """Whether the allocator repeatedly has to empty its cache to satisfy requests.
-
-        Called once per vote, in which the ranks report whether their batch has succeeded. Only some of these calls
-        read the allocator's statistics; the others return False.
-        """
-        self._num_votes += 1
-        if self._peak is None or self._statistics is None:
-            return False
-        if self._num_retries is not None and self._num_votes % _VOTES_PER_QUERY:
-            return False
-        statistics = self._statistics(self._device)
-        # Each out-of-memory error also counts as a retry, so subtract them to get the successful retries.
-        num_retries = statistics.get("num_alloc_retries", 0) - statistics.get("num_ooms", 0)
-        old_num_retries, self._num_retries = self._num_retries, num_retries
-        if old_num_retries is not None and num_retries > old_num_retries:
-            self._num_thrashing_queries += 1
-        else:
-            self._num_thrashing_queries = 0
-        return self._num_thrashing_queries >= _NUM_QUERIES

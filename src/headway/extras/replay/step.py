@@ -8,15 +8,20 @@ import torch
 
 from headway.core.runtime.collectives.tree import Tree, find_batch_size, list_tensors, slice_rows
 from headway.core.strategies.base import Strategy
+from headway.core.training.guard import StepGuard
+from headway.core.training.loss_policy import LossPolicy
 from headway.core.training.run import Run
-from headway.core.training.step import MicroBatch, StepGuard, TrainingStep
-from headway.core.training.task import BatchTask, Weigher
-from headway.core.training.windows import UNSPLIT, AccumulationWindow, BatchPiece, LossPolicy, LossWeight
+from headway.core.training.step import MicroBatch, TrainingStep
+from headway.core.training.task import BatchTask, RowSplitter, Weigher, check_splitter
+from headway.core.training.windows import UNSPLIT, AccumulationWindow, BatchPiece, LossWeight
 from headway.errors import StateError
-from headway.extras.replay.piece_size import AllocatorPressure, PieceSize
+from headway.extras.replay.allocator_pressure import AllocatorPressure
+from headway.extras.replay.image_rows import has_images, make_image_slicer
+from headway.extras.replay.piece_size import PieceSize
 from headway.extras.replay.rounds import Rounds
 from headway.extras.replay.snapshot import BatchSnapshot
 from headway.extras.replay.transaction import BatchTransaction
+from headway.extras.replay.unsplit_check import UnsplitCheck
 
 _NO_PIECE = (
     "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
@@ -76,12 +81,13 @@ class PieceStep(TrainingStep):
         super().__init__(run, policy, guard)
         strategy, runtime = run.strategy, run.runtime
         strategy.capabilities.require("rollback", strategy.name, "leave microbatching off")
-        states = run.windows, run.clock, run.precision, strategy
+        states = run.windows, run.clock, run.seen, run.precision, strategy
         snapshot = BatchSnapshot(run.prepared, states, runtime.hardware)
         self.reduces_pieces = not strategy.capabilities.lone_pieces
         rounds = Rounds(strategy, runtime) if self.reduces_pieces else None
         allocator = AllocatorPressure(runtime.hardware, runtime.device)
         self.transaction = BatchTransaction(strategy, snapshot, allocator, run.prepared, rounds)
+        self._unsplit_check = UnsplitCheck()
         self._num_batches = 0
         self._rows_by_rank: list[int] = []  # of the batch, if `reduces_pieces`
 
@@ -114,24 +120,38 @@ class PieceStep(TrainingStep):
     def _run_block_backward(
         self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
     ) -> None:
-        transaction = self.transaction
-        local = self.weigh_micro_batch(window, weight)
+        """Run the backward of a micro-batch's loss, and complete the gradients after the window's last micro-batch.
+
+        Args:
+            window: Accumulation window of the micro-batch.
+            loss: Scalar loss with a graph.
+            weight: Weight that the script has passed, or None.
+            reduction: Whether the loss is the "mean" or the "sum" over its items.
+            **kwargs: Passed to the strategy's backward.
+        """
+        if self.reduces_pieces and window.is_first and not window.has_gradient and self.weighs_losses:
+            window.sums_weights = self._weight_sums.compare_calls(weight is not None, reduction)
+        local_weight = self.weigh_micro_batch(window, weight)
         if window.nominal_weight is None:
             window.nominal_weight = self._estimate_nominal(window)
         parameters = [p for p in self.prepared.list_parameters_of(window) if p.requires_grad]
-        # A further loss of the last piece: gradients already reduced must not be reduced again.
-        reduced = _take_gradients(parameters) if window.is_closed else []
+        reduced_grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         if window.is_closed:
+            # A further loss of the last piece: gradients already reduced must not be reduced again.
+            reduced_grads = _take_gradients(parameters)
             self.strategy.expect_backward(window.models)
-        self.run_backward(window, loss, local, window.nominal_weight or 1.0, reduction, **kwargs)
-        if window.is_last:
-            total, has_gaps = transaction.vote_on_gradients(window.local_weight, parameters)
-            if window.is_closed:
-                self.strategy.reduce_gradients(parameters, has_gaps)
-            else:
-                self.close_window(window, total, parameters, has_gaps)
-            for parameter, grad in reduced:
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        self.run_backward(window, loss, local_weight, window.nominal_weight or 1.0, reduction, **kwargs)
+        if not window.is_last:
+            return
+        total_weight, has_gaps = self.transaction.vote_on_gradients(window, parameters)
+        if not window.is_closed:
+            self.close_window(window, total_weight, parameters, has_gaps)
+            return
+        self.strategy.reduce_gradients(parameters, has_gaps)
+        for parameter, grad in reduced_grads:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        for listener in self.hooks.gradients_changed:
+            listener()
 
     def _estimate_nominal(self, window: AccumulationWindow) -> float | None:
         """Return the expected total weight of the accumulation window, or None if it is zero.
@@ -142,17 +162,17 @@ class PieceStep(TrainingStep):
         """
         assert window.micro_weight is not None
         local, over_ranks = window.micro_weight
-        if self.reduces_pieces:
-            loader = self.windows.loader
-            counts = None if over_ranks is None or loader is None else loader.valid_counts
-            if over_ranks is None:
-                weight = self.strategy.data_group.reduce_numbers([local / self.windows.piece.share])[0]
-            else:
-                weight = float(self.strategy.data_shard.count if counts is None else sum(counts))
-            return weight * self.windows.num_steps if weight > 0 else None
-        total = local * self.strategy.data_shard.count if over_ranks is None else over_ranks
-        total /= self.windows.piece.share
-        return total * self.windows.num_steps if total > 0 else None
+        share = self.windows.piece.share  # fraction of the batch's rows that are in this micro-batch
+        if not self.reduces_pieces:
+            micro_batch_weight = local * self.strategy.data_shard.count if over_ranks is None else over_ranks
+            batch_weight = micro_batch_weight / share
+        elif over_ranks is None or window.sums_weights:
+            batch_weight = self.strategy.data_group.reduce_numbers([local / share])[0]
+        else:
+            loader = self.windows.reads.loader
+            row_counts = None if loader is None else loader.valid_counts
+            batch_weight = float(self.strategy.data_shard.count if row_counts is None else sum(row_counts))
+        return batch_weight * self.windows.num_steps if batch_weight > 0 else None
 
     def _run_standalone_backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         raise StateError(_NO_PIECE)
@@ -160,6 +180,11 @@ class PieceStep(TrainingStep):
     # ---------------------------------------------------------------- final gradients
 
     # A replay of the batch repeats these changes of its final gradients.
+
+    def _compare_clipping(self, operation: str, arguments: str) -> None:
+        # Otherwise, a rank whose memory ran out while gradients were reduced would not join the handshake.
+        if self.reduces_pieces:
+            super()._compare_clipping(operation, arguments)
 
     def _clip_final(self, parameters: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
         clip = partial(super()._clip_final, parameters, max_norm, norm_type)
@@ -173,7 +198,11 @@ class PieceStep(TrainingStep):
         self.transaction.run_gradient_action(partial(super().unscale, optimizer))
 
     def apply_update(
-        self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        window: AccumulationWindow,
+        strategy: Strategy,
+        closure: Callable[[], Any] | None,
     ) -> bool:
         """Run the optimizer step, or replay the batch if memory runs out. Return whether the update happened.
 
@@ -181,14 +210,22 @@ class PieceStep(TrainingStep):
         report to each other whether the batch has succeeded. A replay asks the guard again, because ranks that
         failed before this point have not asked it yet.
 
+        Args:
+            optimizer: Prepared optimizer, without its wrapper.
+            window: Accumulation window that the update ends.
+            strategy: Strategy that makes the step.
+            closure: Closure that the script has passed to `step`. Must be None.
+
         Raises:
             UnsupportedError: If a closure is given.
             TransactionReplay: If the caller's loop over `microbatches` must replay the batch.
         """
 
         def make_step() -> Callable[[], bool]:
+            # Find the window again, because a replay may have replaced it.
+            current_window = self.find_window_of_optimizer(optimizer) or self.windows.current
             # The guard's collective must not run inside the step, which can be measured and undone.
-            is_permitted = self.guard.can_update(self.find_window_of_optimizer(optimizer) or self.windows.current)
+            is_permitted = self.guard.can_update(current_window)
             return lambda: is_permitted and strategy.step_optimizer(optimizer, self.precision, None)
 
         for check in self.hooks.before_update:
@@ -237,19 +274,27 @@ class PieceStep(TrainingStep):
 
     # ---------------------------------------------------------------- batches
 
-    def microbatches(self, batch: Tree) -> Iterator[Tree]:
+    def microbatches(self, batch: Tree, split: RowSplitter | None) -> Iterator[Tree]:
         """Yield the batch's micro-batches. If memory ran out, yield the whole batch again, in smaller micro-batches.
+
+        Args:
+            batch: Batch of this rank.
+            split: Function that slices the batch. None: slice all tensors that have as many rows as the batch, and
+                the images of vision-language models.
 
         Raises:
             StateError: If a micro-batch is being processed already.
+            ConfigError: If `split` is not callable.
+            DataError: If the images of a batch that must be split cannot be assigned to its rows.
         """
+        check_splitter(split, "microbatches")
         self._check_not_inside("microbatches")
         self.transaction.begin_batch()
         self._gather_rows(batch)
         self._num_batches += 1
         try:
             while True:
-                yield from self._iterate_pieces(batch)
+                yield from self._iterate_pieces(batch, split)
                 if self.transaction.try_commit():
                     return
                 self.transaction.rollback()
@@ -272,6 +317,7 @@ class PieceStep(TrainingStep):
             )
 
     def _end_batch(self) -> None:
+        """End a batch. If it was left early, undo it, unless its accumulation window is complete and discarded."""
         self._clear_piece()
         window = self.windows.current
         self.transaction.abandon_batch(is_window_dropped=window.is_closed and window.is_discarded)
@@ -281,17 +327,22 @@ class PieceStep(TrainingStep):
         self.windows.set_piece(UNSPLIT)
         self.transaction.set_piece(None, 0)
 
-    def _iterate_pieces(self, batch: Tree) -> Iterator[Tree]:
+    def _iterate_pieces(self, batch: Tree, split: RowSplitter | None) -> Iterator[Tree]:
         """Yield the batch's micro-batches once. Stop early if the batch must be replayed.
 
         Args:
             batch: Batch of this rank. A batch without a batch dimension counts as one row, and is not split.
+            split: Function that slices the batch, or None for the default.
         """
         num_rows, size = self._find_num_rows(batch), self.transaction.size
         total_rows = num_rows or 1
-        num_needed = max((size.count_pieces(rows) for rows in self._rows_by_rank), default=1)
-        ranges = [(0, 1)] if num_rows is None else size.split_rows(num_rows, num_needed)
-        num_pieces = max(num_needed, len(ranges))
+        # Of the rank with the most rows, because all ranks must run the same number of pieces.
+        min_pieces = max((size.count_pieces(rows) for rows in self._rows_by_rank), default=1)
+        ranges = [(0, 1)] if num_rows is None else size.split_rows(num_rows, min_pieces)
+        num_pieces = max(min_pieces, len(ranges))
+        if split is None and not has_images(batch, num_rows, self.prepared.models):
+            self._unsplit_check.check(batch, num_rows)
+        slice_batch = self._make_slicer(batch, num_rows, split) if len(ranges) > 1 else None
         self.transaction.set_batch_rows(total_rows)
         for index in range(num_pieces):
             # A rank with fewer rows than another rank has pieces repeats its first piece with weight zero.
@@ -299,12 +350,29 @@ class PieceStep(TrainingStep):
             start, stop = ranges[0] if is_repeated else ranges[index]
             counted_rows = 0 if is_repeated else stop - start
             self.windows.set_piece(BatchPiece(self._num_batches, counted_rows, total_rows, index == num_pieces - 1))
-            is_split = num_rows is not None and len(ranges) > 1
-            piece = slice_rows(batch, start, stop, total_rows) if is_split else batch
+            piece = batch if slice_batch is None else slice_batch(start, stop)
             self.transaction.set_piece(piece, stop - start)
             yield piece
             if self.transaction.must_replay:
                 return
+
+    def _make_slicer(self, batch: Tree, num_rows: int | None, split: RowSplitter | None) -> Callable[[int, int], Tree]:
+        """Return the function from (start, stop) to these rows of a batch that must be split.
+
+        Args:
+            batch: Batch of this rank.
+            num_rows: Number of rows of the batch. None if its tensors have no common number of rows.
+            split: Function that slices the batch, or None for the default.
+
+        Raises:
+            DataError: If the images of the batch cannot be assigned to its rows.
+        """
+        if split is not None:
+            return partial(split, batch)
+        if has_images(batch, num_rows, self.prepared.models):
+            # FSDP gathers the parameters of the image encoder, in which all ranks must take part.
+            return make_image_slicer(batch, self.prepared.models, needs_images=self.reduces_pieces)
+        return partial(slice_rows, batch, num_rows=num_rows or 1)
 
     def _gather_rows(self, batch: Tree) -> None:
         """Gather and store the row counts of all ranks if forward or backward of a micro-batch contains collectives.
@@ -321,14 +389,19 @@ class PieceStep(TrainingStep):
         The loader's count is used if it equals the first dimension of any tensor. Otherwise the batch size is found
         from the tensors' first dimensions.
         """
-        active_loaders = self.windows.active
+        active_loaders = self.windows.reads.active_loaders
         loader_rows = active_loaders[-1].num_rows if active_loaders else None
         if loader_rows and any(t.ndim > 0 and t.shape[0] == loader_rows for t in list_tensors(batch)):
             return loader_rows
         return find_batch_size(batch) or None
 
     def forward_backward(
-        self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
+        self,
+        batch: Tree,
+        fn: Callable[[Tree], torch.Tensor],
+        weight: Weigher | None,
+        reduction: str,
+        split: RowSplitter | None,
     ) -> torch.Tensor:
         """Run `fn` and backward on the batch, in micro-batches if necessary, and return the loss over all ranks.
 
@@ -338,8 +411,10 @@ class PieceStep(TrainingStep):
             weight: Function that returns the number of items in a micro-batch over which its loss was taken. None: the
                 number of rows.
             reduction: Reduction of the loss over its items: "mean" or "sum".
+            split: Function that slices the batch. None: slice all tensors that have as many rows as the batch, and
+                the images of vision-language models.
         """
-        task = BatchTask(batch, fn, weight, reduction)
+        task = BatchTask(batch, fn, weight, reduction, split)
         self._check_not_inside("forward_backward")
         self._num_batches += 1
         run_pieces = partial(self._run_task_pieces, task, self._num_batches)
@@ -366,7 +441,7 @@ class PieceStep(TrainingStep):
         self._num_batches = number
         while True:
             task.start_over()
-            for piece in self._iterate_pieces(task.batch):
+            for piece in self._iterate_pieces(task.batch, task.split):
                 self.run_task(task, piece)
             if not transaction.must_replay and self.windows.are_gradients_final:
                 transaction.record_gradient_versions()

@@ -15,7 +15,7 @@ an error instead of waiting.
 
 If an error is not replayed, look for the reason in this order:
 
-- The layout does not support replays. See `_check_replayed` in `headway.core.strategies.build`.
+- The layout does not support replays. See `_check_automatic_microbatching` in `headway.core.strategies.build`.
 - The error is not recognized as an out-of-memory error. See `headway.core.memory.oom`.
 - The batch was no longer open. `BatchTransaction.handle_error` returns False after vote 2.
 - This rank could not join the collectives in which the others wait. See `rounds.py`, and `clean_up_failure` and
@@ -24,8 +24,7 @@ If an error is not replayed, look for the reason in this order:
 
 import traceback
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,12 +34,17 @@ from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import Tree
 from headway.core.runtime.events import notify_listeners
 from headway.core.strategies.base import Strategy
+from headway.core.training.checks.loss_weights import raise_difference
 from headway.core.training.prepared.objects import PreparedObjects
+from headway.core.training.windows import AccumulationWindow
 from headway.errors import CollectiveError, MemoryExhausted, StateError, UnsupportedError
+from headway.extras.replay.allocator_pressure import AllocatorPressure
 from headway.extras.replay.padding_check import PaddingCheck
-from headway.extras.replay.piece_size import AllocatorPressure, PieceSize
+from headway.extras.replay.piece_size import PieceSize
 from headway.extras.replay.rounds import Rounds
-from headway.extras.replay.snapshot import BatchSnapshot, OptimizerRecord, StepUndo
+from headway.extras.replay.snapshot import BatchSnapshot
+from headway.extras.replay.step_undo import OptimizerRecord, StepUndo
+from headway.extras.replay.votes import Phase, Vote, VoteResult
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -51,56 +55,6 @@ class TransactionReplay(BaseException):
 
     It is not an `Exception`, so that an `except Exception` in the user's loop does not catch it.
     """
-
-
-class _Phase(IntEnum):
-    """Point of a batch at which a rank votes, that is, reports whether its batch has succeeded so far.
-
-    GRADIENTS: all micro-batches of the accumulation window have run. STEP: the optimizer step cannot run out of memory
-    any more. END: all micro-batches have run, and the batch does not end its window. FAILED: memory ran out.
-    """
-
-    GRADIENTS = 0
-    STEP = 1
-    END = 2
-    FAILED = 3
-
-
-class _Vote(NamedTuple):
-    """Numbers that one rank reports in a vote. They are gathered as floats.
-
-    Attributes:
-        phase: `_Phase` of the rank.
-        smaller_size: Rows per micro-batch that a failed rank wants to try next. 0 if none are smaller, -1 if the rank has
-            not failed.
-        max_piece_rows: Rows of the rank's largest micro-batch in this batch.
-        predicted_rows: Largest number of rows per micro-batch that is predicted to fit. 0 if no prediction is due, -1 if
-            the memory is not measured.
-        is_thrashing: Whether the device's allocator repeatedly has to empty its cache.
-        batch_rows: Rows of the rank's whole batch.
-        loss_weight: Sum of the weights of the rank's losses. Only at GRADIENTS.
-        num_gaps: Number of parameters without a gradient. Only at GRADIENTS.
-        data_shard: Index of the data shard that the rank reads. Only at GRADIENTS.
-    """
-
-    phase: float
-    smaller_size: float
-    max_piece_rows: float
-    predicted_rows: float
-    is_thrashing: float
-    batch_rows: float
-    loss_weight: float = 0.0
-    num_gaps: float = 0.0
-    data_shard: float = 0.0
-
-
-def _find_predicted_rows(votes: Sequence[_Vote]) -> int | None:
-    """Return the number of rows per micro-batch that is predicted to fit into the memory of every rank.
-
-    Return None if some rank's memory is not measured, and 0 if no prediction was due or not even one row fits.
-    """
-    smallest = int(min(vote.predicted_rows for vote in votes))
-    return None if smallest < 0 else smallest
 
 
 class BatchTransaction:
@@ -155,11 +109,7 @@ class BatchTransaction:
         self._gradient_actions: list[Callable[[], Any]] = []
         self._gradient_versions: list[tuple[torch.Tensor, int]] = []
         self._has_user_changes = False
-        # Results of the latest vote, over all ranks
-        self._voted_max_piece_rows = 1
-        self._voted_batch_rows = 1
-        self._voted_predicted_rows: int | None = None
-        self._voted_on_step = False
+        self._last_result = VoteResult()
         self._has_thrashed = False  # in any vote on the batch
 
     # ---------------------------------------------------------------- begin and end
@@ -237,8 +187,9 @@ class BatchTransaction:
             self._replay_batch()
 
     def _vote_and_commit(self) -> None:
+        """Commit a batch that does not end its accumulation window, if all ranks report success."""
         self._snapshot.merge_gradients()
-        self._vote_success(_Phase.END)
+        self._vote_success(Phase.END)
         self._commit_batch()
 
     def rollback(self) -> None:
@@ -288,20 +239,19 @@ class BatchTransaction:
     def _adapt_size(self) -> None:
         """Choose the micro-batch size of the next batches from the votes on this one. It is equal on all ranks."""
         has_thrashed, self._has_thrashed = self._has_thrashed, False
-        smaller_size = self.size.get_smaller_size(self._voted_max_piece_rows)
+        result = self._last_result
+        smaller_size = self.size.get_smaller_size(result.max_piece_rows)
         if has_thrashed and smaller_size:
             log.warning_once(
                 "the device's allocator keeps emptying its cache to find memory: the next pieces are smaller"
             )
             self.allocator.reset_statistics()
-            self.size.shrink(smaller_size, self._voted_max_piece_rows)
+            self.size.shrink(smaller_size, result.max_piece_rows)
             return
         old_limit, was_calibrating = self.size.limit, self.size.is_calibrating
-        is_try_due = self.size.is_try_due(self._voted_on_step)
-        self.size.record_success(
-            self._voted_max_piece_rows, self._voted_predicted_rows, self._voted_batch_rows, self._voted_on_step
-        )
-        if is_try_due or (was_calibrating and self._voted_on_step):
+        is_try_due = self.size.is_try_due(result.is_on_step)
+        self.size.record_success(result.max_piece_rows, result.predicted_rows, result.batch_rows, result.is_on_step)
+        if is_try_due or (was_calibrating and result.is_on_step):
             self.allocator.reset_peak()
         if self.size.limit != old_limit:
             self.allocator.release_cache()
@@ -310,14 +260,14 @@ class BatchTransaction:
 
     # ---------------------------------------------------------------- votes
 
-    def _vote_success(self, phase: _Phase, **numbers: float) -> list[_Vote]:
+    def _vote_success(self, phase: Phase, **numbers: float) -> list[Vote]:
         """Report to all ranks that this rank's batch has succeeded so far, and find out whether theirs have.
 
         Such an exchange of reports is called a vote.
 
         Args:
             phase: Point of the batch.
-            numbers: Further fields of this rank's `_Vote`, by name.
+            numbers: Further fields of this rank's `Vote`, by name.
 
         Returns:
             The vote of every rank, by rank.
@@ -332,12 +282,12 @@ class BatchTransaction:
             raise TransactionReplay
         return votes
 
-    def _make_vote(self, phase: _Phase) -> _Vote:
+    def _make_vote(self, phase: Phase) -> Vote:
         """Return this rank's vote without the fields that only `vote_on_gradients` sets.
 
         During a calibration, this also records the peak memory of the last micro-batch.
         """
-        has_failed = phase == _Phase.FAILED
+        has_failed = phase == Phase.FAILED
         if not has_failed and self.size.is_calibrating:
             self.allocator.record_piece(self._piece_rows)
             self._piece_rows = 0  # the optimizer step that follows is not part of a piece
@@ -345,9 +295,9 @@ class BatchTransaction:
             self.size.get_smaller_size(self._max_piece_rows, self.allocator.is_measured) if has_failed else -1
         )
         predicted_rows = 0 if self.allocator.is_measured else -1
-        if not has_failed and self.size.is_try_due(is_update=phase == _Phase.STEP):
+        if not has_failed and self.size.is_try_due(is_update=phase == Phase.STEP):
             predicted_rows = self.allocator.predict_rows(self._max_piece_rows)
-        return _Vote(
+        return Vote(
             phase=float(phase),
             smaller_size=float(smaller_size),
             max_piece_rows=float(self._max_piece_rows),
@@ -356,7 +306,7 @@ class BatchTransaction:
             batch_rows=float(self._batch_rows),
         )
 
-    def _exchange_votes(self, phase: _Phase, own_vote: _Vote) -> list[_Vote]:
+    def _exchange_votes(self, phase: Phase, own_vote: Vote) -> list[Vote]:
         """Gather the votes of all ranks. If any rank has failed, shrink micro-batches and set `must_replay`.
 
         Args:
@@ -370,30 +320,31 @@ class BatchTransaction:
             CollectiveError: If no rank has failed, and ranks are at different points of the batch.
             MemoryExhausted: If a failed rank cannot run smaller micro-batches.
         """
-        votes = [_Vote(*row) for row in self._collectives.gather_numbers(own_vote, VOTE)]
+        votes = [Vote(*row) for row in self._collectives.gather_numbers(own_vote, VOTE)]
         if self._rounds is not None:
             self._rounds.end_round()
-        failed_ranks = [rank for rank, vote in enumerate(votes) if vote.phase == _Phase.FAILED]
+        result = VoteResult.from_votes(votes, phase)
+        failed_ranks = [rank for rank, vote in enumerate(votes) if vote.phase == Phase.FAILED]
         if failed_ranks:
-            self._shrink_pieces(votes, failed_ranks)
+            self._shrink_pieces(votes, failed_ranks, is_measured=result.predicted_rows is not None)
         elif any(vote.phase != phase for vote in votes):
-            phases = ", ".join(
-                f"rank {rank}: {_Phase(int(vote.phase)).name.lower()}" for rank, vote in enumerate(votes)
-            )
+            phases = ", ".join(f"rank {rank}: {Phase(int(vote.phase)).name.lower()}" for rank, vote in enumerate(votes))
             raise CollectiveError(
                 f"ranks are at different votes of one batch ({phases}). Every rank must run the same loop: the same accumulate, "
                 "backward, step, in the same order"
             )
-        self._voted_max_piece_rows = int(max(vote.max_piece_rows for vote in votes))
-        self._voted_batch_rows = int(max(vote.batch_rows for vote in votes))
-        self._voted_predicted_rows = _find_predicted_rows(votes)
-        self._voted_on_step = phase == _Phase.STEP
+        self._last_result = result
         # A replay runs in smaller pieces, for which the statistics do not count.
         self._has_thrashed = not failed_ranks and (self._has_thrashed or any(vote.is_thrashing for vote in votes))
         return votes
 
-    def _shrink_pieces(self, votes: Sequence[_Vote], failed_ranks: list[int]) -> None:
+    def _shrink_pieces(self, votes: Sequence[Vote], failed_ranks: list[int], is_measured: bool) -> None:
         """Lower the limit on the rows of a micro-batch, and request a replay.
+
+        Args:
+            votes: Vote of every rank.
+            failed_ranks: Ranks that ran out of memory.
+            is_measured: Whether the memory of every rank is measured.
 
         Raises:
             MemoryExhausted: If a failed rank cannot run smaller micro-batches.
@@ -409,7 +360,7 @@ class BatchTransaction:
                 f"memory ran out on rank {rank_names} with pieces of one row: there is nothing smaller to try. "
                 "Checkpoint activations, use a lower precision, shard the model or shorten the rows"
             )
-        self.size.shrink(limit, num_rows, is_measured=_find_predicted_rows(votes) is not None)
+        self.size.shrink(limit, num_rows, is_measured=is_measured)
         log.warning(
             "memory ran out on rank %s with pieces of %d rows: the batch is run again in pieces of at most %d",
             rank_names,
@@ -455,7 +406,7 @@ class BatchTransaction:
         if self._rounds is not None:
             self._rounds.join_remaining()
         try:
-            self._exchange_votes(_Phase.FAILED, self._make_vote(_Phase.FAILED))
+            self._exchange_votes(Phase.FAILED, self._make_vote(Phase.FAILED))
         except MemoryExhausted as exhausted:
             raise exhausted from error
 
@@ -498,19 +449,29 @@ class BatchTransaction:
             self._gradient_versions.clear()
             self.rollback()
             run_pieces()
-            if all(self._try_action(action)[0] for action in self._gradient_actions):
+            if self._repeat_gradient_actions():
                 self.record_gradient_versions()
                 return
 
+    def _repeat_gradient_actions(self) -> bool:
+        """Run all actions on the reduced gradients again. Return False if the batch must be replayed once more."""
+        for action in self._gradient_actions:
+            is_done, _ = self._try_action(action)
+            if not is_done:
+                return False
+        return True
+
     # ---------------------------------------------------------------- gradients
 
-    def vote_on_gradients(self, weight: float, parameters: Sequence[torch.nn.Parameter]) -> tuple[float, bool]:
+    def vote_on_gradients(
+        self, window: AccumulationWindow, parameters: Sequence[torch.nn.Parameter]
+    ) -> tuple[float, bool]:
         """Report that this rank has run its micro-batches, and find out whether all ranks have.
 
         This is the first vote on the batch. It takes place before gradients are reduced.
 
         Args:
-            weight: Sum of the weights of this rank's losses.
+            window: Accumulation window, with this rank's loss weights.
             parameters: Parameters whose gradients are checked.
 
         Returns:
@@ -518,15 +479,20 @@ class BatchTransaction:
 
         Raises:
             TransactionReplay: If memory ran out on some rank.
+            LossError: On all ranks, if only some of them passed `weight=` to backward.
         """
         self._snapshot.merge_gradients()
         num_gaps = self._strategy.prepare_reduction(parameters)
         votes = self._vote_success(
-            _Phase.GRADIENTS,
-            loss_weight=weight,
+            Phase.GRADIENTS,
+            loss_weight=window.local_weight,
             num_gaps=float(num_gaps),
             data_shard=float(self._strategy.data_shard.index),
+            has_given_weights=float(window.has_given_weights),
+            has_default_weights=float(window.has_default_weights),
         )
+        if len({(vote.has_given_weights, vote.has_default_weights) for vote in votes}) > 1:
+            raise_difference(self._collectives, window.has_given_weights and not window.has_default_weights)
         # Ranks that read the same data shard have the same losses, which count once.
         weight_by_shard = {vote.data_shard: vote.loss_weight for vote in votes}
         return sum(weight_by_shard.values()), any(vote.num_gaps for vote in votes)
@@ -618,14 +584,14 @@ class BatchTransaction:
             self._reserve_other_steps(optimizer)
             if record.is_complete:
                 record.reserve_memory()
-                self._vote_success(_Phase.STEP)
+                self._vote_success(Phase.STEP)
                 self._commit_batch()
                 did_step = step()
             else:
                 # The step creates optimizer state of unknown size. So it is made before the vote, and can be undone.
                 self._step_undo = StepUndo(optimizer)
                 did_step = record.measure_step(step)
-                self._vote_success(_Phase.STEP)
+                self._vote_success(Phase.STEP)
                 self._commit_batch()
         if did_step:
             record.confirm_step()

@@ -12,20 +12,10 @@ step needs on a GPU that has enough.
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from headway.errors import StateError
+from headway.forecasting.device.memory_events import MemoryEvent
 
-KINDS = (
-    "weights", "buffers", "batch", "gradients", "optimizer state", "averages", "activations", "cast weights",
-    "gathered weights", "buckets", "workspaces", "temporaries",
-)  # fmt: skip
-"""Kinds of memory, such as weights or activations, in the order in which reports list them."""
-UNSURE = "unsure"
-"""Operation name of an allocation that might not occur in a run, such as a kernel's workspace of unknown size.
-
-The allocation is the last event of a trace and is never freed.
-"""
 MIN_BLOCK = 512
 """Granularity of block sizes in bytes: every block size is a multiple of this (kMinBlockSize)."""
 SMALL = 1 << 20
@@ -44,59 +34,8 @@ The size of such a segment is a multiple of `ROUND_LARGE`.
 """
 ROUND_LARGE = 2 << 20
 """Granularity in bytes for the size of a segment that serves a single large request (kRoundLarge)."""
-_ENDLESS = 1 << 60
+_ADDRESS_RANGE_BYTES = 1 << 60
 """Bytes in the address range of an expandable segment, larger than any GPU's memory."""
-
-
-class MemoryEvent(NamedTuple):
-    """Allocation or release of memory.
-
-    Attributes:
-        key: Identifier of the memory, shared by the allocation and the release. Every allocation has a new one.
-        num_bytes: Bytes allocated. Negative for a release.
-        operation: Operation that requested the memory.
-        source_line: User's source line that requested the memory, such as "train.py:12 in main". Empty if unknown.
-        kind: Use of the memory, one of `KINDS`.
-        stream: CUDA stream of the allocation. 0 is the stream that computes.
-    """
-
-    key: int
-    num_bytes: int
-    operation: str = ""
-    source_line: str = ""
-    kind: str = "temporaries"
-    stream: int = 0
-
-
-def separate_unsure(events: list[MemoryEvent]) -> tuple[list[MemoryEvent], int]:
-    """Remove the last event if it is an allocation that might not occur in a run (its operation is `UNSURE`).
-
-    Returns:
-        The remaining events, and the bytes of the removed event. The bytes are 0 if no event was removed.
-    """
-    if events and events[-1].operation == UNSURE:
-        return events[:-1], events[-1].num_bytes
-    return events, 0
-
-
-def compute_exact_peak(events: list[MemoryEvent]) -> int:
-    """Return the maximum number of bytes in use, without rounding requests up to the allocator's block size."""
-    in_use = peak = 0
-    for event in events:
-        in_use += event.num_bytes
-        peak = max(peak, in_use)
-    return peak
-
-
-def split_by_kind(events: list[MemoryEvent], index: int) -> dict[str, int]:
-    """Return the bytes in use right after the event with this index, by kind of memory.
-
-    Kinds that use no memory are left out.
-    """
-    bytes_by_kind: dict[str, int] = {}
-    for event in events[: index + 1]:
-        bytes_by_kind[event.kind] = bytes_by_kind.get(event.kind, 0) + event.num_bytes
-    return {kind: bytes_by_kind[kind] for kind in KINDS if bytes_by_kind.get(kind)}
 
 
 @dataclass(slots=True, eq=False)
@@ -127,26 +66,32 @@ class _Block:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Pool of free blocks on one stream, for either small or large requests."""
+    """Pool of free blocks on one stream, for either small or large requests.
+
+    Attributes:
+        page_bytes: Number of bytes by which an expandable segment of this pool grows at a time.
+        min_remainder: Minimum number of bytes that a split must leave over. A block with a smaller remainder is not
+            split.
+        free_keys: Pairs of (size, address) of the free blocks, in ascending order.
+        free_blocks: Free blocks, by address.
+        end_block: Highest block of the expandable segment, the only one that can grow. None without such a segment.
+    """
 
     page_bytes: int
-    """Number of bytes by which an expandable segment of this pool grows at a time."""
     min_remainder: int
-    """Minimum number of bytes that a split must leave over. A block with a smaller remainder is not split."""
-    free: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of (size, address) of the free blocks, in ascending order."""
-    blocks: dict[int, _Block] = field(default_factory=dict)
-    """Free blocks, by address."""
+    free_keys: list[tuple[int, int]] = field(default_factory=list)
+    free_blocks: dict[int, _Block] = field(default_factory=dict)
     end_block: _Block | None = None
-    """Highest block of the expandable segment, the only one that can grow."""
 
     def add_block(self, block: _Block) -> None:
-        insort(self.free, block.key)
-        self.blocks[block.address] = block
+        """Add a free block."""
+        insort(self.free_keys, block.key)
+        self.free_blocks[block.address] = block
 
     def remove_block(self, block: _Block) -> None:
-        del self.free[bisect_left(self.free, block.key)]
-        del self.blocks[block.address]
+        """Remove a free block."""
+        del self.free_keys[bisect_left(self.free_keys, block.key)]
+        del self.free_blocks[block.address]
 
     def find_best_block(self, size: int) -> _Block | None:
         """Return the smallest free block that is large enough, or None, by the rules of torch's `get_free_block`.
@@ -158,8 +103,8 @@ class _Pool:
             size: Bytes that the block must have.
         """
         best: _Block | None = None
-        for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
-            block = self.blocks[self.free[index][1]]
+        for index in range(bisect_left(self.free_keys, (size, 0)), len(self.free_keys)):
+            block = self.free_blocks[self.free_keys[index][1]]
             if best is not None and self._compute_reach(block) >= self._compute_reach(best):
                 break
             best = block
@@ -167,7 +112,7 @@ class _Pool:
 
     def _compute_reach(self, block: _Block) -> int:
         """Return the block's size in bytes, plus the bytes by which it can grow in an expandable segment."""
-        return block.size + (_ENDLESS if block is self.end_block else 0)
+        return block.size + (_ADDRESS_RANGE_BYTES if block is self.end_block else 0)
 
 
 def round_to_block(num_bytes: int) -> int:
@@ -202,9 +147,9 @@ class Allocator:
         self.reserved = 0
         self.peak_allocated = 0
         self.peak_reserved = 0
-        self._expandable = expandable
-        self._pools: dict[tuple[Hashable, bool], _Pool] = {}
-        self._live: dict[Hashable, _Block] = {}
+        self._is_expandable = expandable
+        self._pools: dict[tuple[Hashable, bool], _Pool] = {}  # by stream and whether the pool is for small requests
+        self._blocks_in_use: dict[Hashable, _Block] = {}  # by key of the memory
         self._next_address = ROUND_LARGE
 
     def allocate_memory(self, key: Hashable, num_bytes: int, stream: Hashable = 0) -> None:
@@ -218,7 +163,7 @@ class Allocator:
         Raises:
             StateError: If the key is in use.
         """
-        if key in self._live:
+        if key in self._blocks_in_use:
             raise StateError(f"{key!r} is allocated already; free it first, or give another key")
         if num_bytes <= 0:
             return
@@ -228,17 +173,17 @@ class Allocator:
         if block is not None:
             pool.remove_block(block)
         else:
-            block = self._grow_segment(pool, size) if self._expandable else self._reserve_segment(pool, size)
+            block = self._grow_segment(pool, size) if self._is_expandable else self._reserve_segment(pool, size)
             self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._split_block(block, size)
         block.is_free = False
-        self._live[key] = block
+        self._blocks_in_use[key] = block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free_memory(self, key: Hashable) -> None:
         """Free the memory with this key. Do nothing if the key is unknown or its request was for 0 bytes."""
-        block = self._live.pop(key, None)
+        block = self._blocks_in_use.pop(key, None)
         if block is None:
             return
         self.allocated -= block.size
@@ -250,16 +195,28 @@ class Allocator:
         block.pool.add_block(block)
 
     def _get_pool(self, size: int, stream: Hashable) -> _Pool:
+        """Return the pool that serves requests of a size, and create it if necessary.
+
+        Args:
+            size: Rounded bytes of the request.
+            stream: CUDA stream of the request.
+        """
         is_small = size <= SMALL
         pool = self._pools.get((stream, is_small))
         if pool is None:
             # Large blocks of an expandable segment are split as finely as blocks of the small pool.
-            min_remainder = MIN_BLOCK if is_small or self._expandable else SMALL + 1
+            min_remainder = MIN_BLOCK if is_small or self._is_expandable else SMALL + 1
             pool = _Pool(SMALL_SEGMENT if is_small else LARGE_SEGMENT, min_remainder)
             self._pools[stream, is_small] = pool
         return pool
 
     def _reserve_segment(self, pool: _Pool, size: int) -> _Block:
+        """Reserve a new segment of device memory, and return it as one block.
+
+        Args:
+            pool: Pool to which the segment belongs.
+            size: Bytes of the request that the segment must hold.
+        """
         num_bytes = compute_segment_size(size)
         block = _Block(self._next_address, num_bytes, pool)
         self.reserved += num_bytes
@@ -325,12 +282,12 @@ class AllocationReplay:
     Attributes:
         allocated: Maximum number of bytes in use. On CUDA, each request is rounded up to a multiple of 512 bytes.
         reserved: Maximum number of bytes reserved on the device.
-        peak: Index of the event at which the most bytes are in use.
+        peak_index: Index of the event at which the most bytes are in use.
     """
 
     allocated: int
     reserved: int
-    peak: int
+    peak_index: int
 
 
 def replay_events(events: Iterable[MemoryEvent], expandable: bool = False) -> AllocationReplay:
@@ -341,12 +298,12 @@ def replay_events(events: Iterable[MemoryEvent], expandable: bool = False) -> Al
         expandable: Whether segments are expandable. Default: False.
     """
     allocator = Allocator(expandable)
-    peak, most = 0, 0
+    peak_index, most = 0, 0
     for index, event in enumerate(events):
         if event.num_bytes < 0:
             allocator.free_memory(event.key)
             continue
         allocator.allocate_memory(event.key, event.num_bytes, event.stream)
         if allocator.allocated > most:
-            most, peak = allocator.allocated, index
-    return AllocationReplay(allocator.peak_allocated, allocator.peak_reserved, peak)
+            most, peak_index = allocator.allocated, index
+    return AllocationReplay(allocator.peak_allocated, allocator.peak_reserved, peak_index)

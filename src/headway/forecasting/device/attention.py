@@ -170,6 +170,8 @@ class AttentionRules:
 def make_attention(rules: AttentionRules | None) -> Callable[..., Any]:
     """Return an attention function that traces fake tensors through the kernel that the target device would use.
 
+    The function has the signature of torch's `scaled_dot_product_attention`. It computes real tensors as usual.
+
     Args:
         rules: Rules that choose the kernel on a CUDA device, or None for a CPU. For a CPU, the returned function
             selects the fused kernel itself, because torch would not select it for fake tensors.
@@ -193,12 +195,12 @@ def make_attention(rules: AttentionRules | None) -> Callable[..., Any]:
         elif rules is None:
             kernel = _choose_cpu_kernel(query, key, value, mask, p, enable_gqa)
         elif any(each.stride(-1) != 1 for each in (query, key, value)):
-            kernel = "math"
+            kernel = "math"  # all fused kernels need a contiguous last dimension
         else:
             kernel = rules.choose_kernel(query, key, mask, p, causal, needs_grad)
             if kernel == "flash" and value.shape[-1] != key.shape[-1]:
                 kernel = "efficient"
-        if kernel == "plain":
+        if kernel == "plain":  # let torch choose
             plain = aten.scaled_dot_product_attention.default.decompose
             return plain(query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
         if kernel == "efficient" and mask is not None:
@@ -211,19 +213,30 @@ def make_attention(rules: AttentionRules | None) -> Callable[..., Any]:
             fused = aten._scaled_dot_product_flash_attention_for_cpu
             return fused(query, key, value, p, causal, attn_mask=mask, scale=scale)[0]
         if kernel == "flash":
-            # The kernel needs a head size that is a multiple of 8. The scale must be that of the unpadded size.
-            head_size = query.shape[-1]
-            if head_size % 8:
-                padding = (0, -head_size % 8)
-                query, key, value = (torch.nn.functional.pad(each, padding) for each in (query, key, value))
-            scale = head_size**-0.5 if scale is None else scale
-            flash = aten._scaled_dot_product_flash_attention
-            outputs = flash(query, key, value, p, causal, False, scale=scale)[0]
-            return outputs[..., :head_size]
+            return _compute_flash(query, key, value, p, causal, scale)
+        # "cudnn" and "efficient" have the same arguments.
         fused = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
         return fused(query, key, value, mask, needs_grad, p, causal, scale=scale)[0]
 
     return compute_attention
+
+
+def _compute_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, p: float, causal: bool, scale: float | None
+) -> torch.Tensor:
+    """Compute attention with FlashAttention's operation, which needs a head size that is a multiple of 8.
+
+    The arguments are those of torch's `scaled_dot_product_attention`. Other head sizes are padded.
+    """
+    head_size = query.shape[-1]
+    if scale is None:
+        scale = head_size**-0.5  # of the unpadded size
+    if head_size % 8:
+        padding = (0, -head_size % 8)
+        query, key, value = (torch.nn.functional.pad(each, padding) for each in (query, key, value))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    output: torch.Tensor = flash(query, key, value, p, causal, False, scale=scale)[0]
+    return output[..., :head_size]
 
 
 def _choose_cpu_kernel(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.common import atomic
 from headway.common.untrusted import parse_json
@@ -25,6 +25,7 @@ FILE_NAME = "devices.json"
 
 _WORK = """
 import json, sys, torch
+torch.cuda.set_device(int(sys.argv[1]))
 square = torch.randn(2048, 2048, device="cuda", requires_grad=True)
 for dtype in (torch.float32, torch.float16):
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
@@ -40,7 +41,8 @@ sys.stdin.read()
 """
 """Source code of the process whose memory is measured.
 
-The process runs typical kernels, prints its allocator's statistics, and waits for the end of its input.
+The process runs typical kernels on the CUDA device whose index is its argument, prints its allocator's statistics, and
+waits for the end of its input.
 """
 
 
@@ -122,8 +124,22 @@ def write_record(path: Path, name: str, record: CalibrationRecord) -> None:
         ) from error
 
 
-def read_device_properties() -> tuple[str, int, tuple[int, int]]:
-    """Return the product name, memory in bytes and compute capability of this process's CUDA device.
+class CudaProperties(NamedTuple):
+    """Properties of a CUDA device as reported by the driver.
+
+    Attributes:
+        product: Product name, such as "NVIDIA A100-SXM4-80GB".
+        memory: Bytes of the device's memory.
+        capability: Compute capability.
+    """
+
+    product: str
+    memory: int
+    capability: tuple[int, int]
+
+
+def read_device_properties() -> CudaProperties:
+    """Return the properties of this process's CUDA device.
 
     Raises:
         DeviceUnavailable: If there is no CUDA device.
@@ -136,7 +152,7 @@ def read_device_properties() -> tuple[str, int, tuple[int, int]]:
             "the GPU, or give a device listed in docs/forecast.md"
         )
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return properties.name, properties.total_memory, (properties.major, properties.minor)
+    return CudaProperties(properties.name, properties.total_memory, (properties.major, properties.minor))
 
 
 def measure_overhead() -> CalibrationRecord:
@@ -147,24 +163,34 @@ def measure_overhead() -> CalibrationRecord:
     Raises:
         DeviceUnavailable: If there is no CUDA device, or the process that runs the kernels failed.
     """
-    name, memory, capability = read_device_properties()
+    properties = read_device_properties()
     import torch
 
-    free_before, _ = torch.cuda.mem_get_info()
+    device = torch.cuda.current_device()
+    free_before, _ = torch.cuda.mem_get_info(device)
     worker = subprocess.Popen(
-        [sys.executable, "-c", _WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", _WORK, str(device)],  # "cuda" alone would be the first device in the new process
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert worker.stdout is not None
     line = worker.stdout.readline()
-    free_after, _ = torch.cuda.mem_get_info()
+    free_after, _ = torch.cuda.mem_get_info(device)
     _, message = worker.communicate("")
     if not line:
         last_line = (message.strip() or "it ended without a message").splitlines()[-1]
         raise DeviceUnavailable(
-            f"the work to be measured failed on {name}: {last_line}. Free memory on it, or check its driver with nvidia-smi"
+            f"the work to be measured failed on {properties.product}: {last_line}. Free memory on it, or check its driver with "
+            "nvidia-smi"
         )
     statistics: dict[str, Any] = json.loads(line)
     overhead = free_before - free_after - int(statistics["reserved"])
     return CalibrationRecord(
-        name, memory, capability, overhead, int(statistics["kept"]), torch.__version__, date.today().isoformat()
+        **properties._asdict(),
+        overhead=overhead,
+        kept=int(statistics["kept"]),
+        torch=torch.__version__,
+        date=date.today().isoformat(),
     )

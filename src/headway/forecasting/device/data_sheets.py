@@ -57,7 +57,7 @@ _TABLE: dict[str, tuple[float | None, float | None, float | None, float]] = {
     "RTX 3090": (71.0, 71.0, 35.6, 35.6),
     "MI325X": (1307.4, 1307.4, 653.7, 163.4),
     "MI300X": (1307.4, 1307.4, 653.7, 163.4),
-    "MI250X": (383.0, 383.0, None, 95.7),
+    "MI250X": (191.5, 191.5, None, 47.85),  # one of its two dies, which torch lists as two devices
     "MI210": (181.0, 181.0, None, 45.3),
 }
 """Rows of `DATA_SHEETS`, as TFLOP/s in bf16, fp16, tf32 and fp32."""

@@ -18,43 +18,52 @@ GIB = 1 << 30
 
 MARGIN = 0.02
 """Fraction of the reserved memory that is added as a margin for unknown workspaces. Assumed, not measured."""
-LEAST_MARGIN = 192 * MIB
+MIN_MARGIN_BYTES = 192 * MIB
 """Minimum margin in bytes, for a block that is larger than every free gap in the reserved memory.
 
 The largest error in 164 measurements with torch's own allocator was 152 MiB. docs/forecast_measured.md shows such
 measurements.
 """
-_LATE_KERNELS = 128 * MIB
+_LATE_KERNEL_BYTES = 128 * MIB
 """Bytes that are added to a calibrated overhead, for kernels that CUDA loads later in a run. Assumed, not measured."""
-_NEAR = 0.05
+_MEMORY_TOLERANCE = 0.05
 """Relative tolerance when memory sizes are compared.
 
 It is needed because the size that a driver reports differs slightly from the size in the product's name.
 """
-_AMPERE = 2 * 4096 * 1024 + 8 * 16 * 1024
+_ASSUMED_PROCESSORS = 100
+"""Number of streaming multiprocessors of a GPU that is not in the table. It affects only the scratch memory of sums."""
+_CUBLAS_BYTES_AMPERE = 2 * 4096 * 1024 + 8 * 16 * 1024
 """Bytes of cuBLAS's default workspace for compute capabilities below 9.0 (`:4096:2:16:8`).
 
 cuBLAS uses this size unless the variable CUBLAS_WORKSPACE_CONFIG is set.
 """
-_HOPPER = 32 * MIB
+_CUBLAS_BYTES_HOPPER = 32 * MIB
 """Bytes of cuBLAS's default workspace for compute capability 9.0 and later."""
+_HIPBLAS_BYTES_GFX94 = 128 * MIB
+"""Bytes of hipBLAS's default workspace for AMD's gfx94x and gfx95x, as torch sets it."""
 # Published memory in use with only BERT-large's weights, minus the memory that torch allocates for these weights.
 # docs/forecast_measured.md compares forecasts with the other published figures, none of which was used for this number.
-_3090_CONTEXT = (2564 - 1294) * MIB
+_CONTEXT_BYTES_3090 = (2564 - 1294) * MIB
 # Uncompressed code for compute capability 8.6 in nvidia-cublas-cu11 11.10.3.66 (May 2022): 61 MiB in libcublas, 377 MiB in
 # libcublasLt. Before CUDA 11.7, the first matrix product loads all of this code. The published value above does not
 # include it, because that value was read before the first product.
-_3090_CUBLAS = (61 + 377) * MIB
-_3090 = (
+_CUBLAS_CODE_BYTES_3090 = (61 + 377) * MIB
+# Sources of the overheads of devices, as phrases that forecasts print.
+_SOURCE_3090 = (
     "RTX 3090, CUDA 11 of 2022, with a desktop: 1270 MiB published for a process that holds weights alone, and 438 MiB of cuBLAS's "
     "code, counted in its package; CUDA 11.7 and later load less"
 )
-_ASSUMED = "assumed, because this GPU was not measured; `headway estimate --calibrate` measures the one in this machine"
-_ANY = "only its memory was given: kernels are taken to be those of compute capability 8.0, and the rest is assumed"
-_V100 = (
+_SOURCE_ASSUMED = (
+    "assumed, because this GPU was not measured; `headway estimate --calibrate` measures the one in this machine"
+)
+_SOURCE_UNKNOWN_GPU = (
+    "only its memory was given: kernels are taken to be those of compute capability 8.0, and the rest is assumed"
+)
+_SOURCE_V100 = (
     "V100, CUDA 11: 1343 MiB published for a process with kernels loaded and no model; CUDA 11.7 and later load less"
 )
-_H100 = (
+_SOURCE_H100 = (
     "measured on an H100 80GB HBM3, driver 580, torch 2.11 for CUDA 13: 527 MiB for a context, 767 to 771 with a training step's "
     "kernels; of its 81,559 MiB the driver keeps 480"
 )
@@ -112,7 +121,7 @@ class Device:
     cublas: int
     source: str
     rates: PeakRates
-    processors: int = 100
+    processors: int = _ASSUMED_PROCESSORS
 
     @property
     def threads(self) -> int:
@@ -144,18 +153,41 @@ def _make_rates(card: str, bandwidth: float) -> PeakRates:
 
 
 def _make_assumed(
-    name: str, memory: int, capability: tuple[int, int], rates: PeakRates, processors: int, cublas: int = _AMPERE
+    name: str,
+    memory: int,
+    capability: tuple[int, int],
+    rates: PeakRates,
+    processors: int,
+    cublas: int = _CUBLAS_BYTES_AMPERE,
 ) -> Device:
-    return Device(name, memory * MIB, capability, _ASSUMED_OVERHEAD, cublas, _ASSUMED, rates, processors)
+    """Return a device whose overhead was not measured, but is assumed.
+
+    Args:
+        name: Name of the device, such as "h100-80gb".
+        memory: Memory in MiB.
+        capability: Compute capability.
+        rates: Peak rates.
+        processors: Number of streaming multiprocessors.
+        cublas: Bytes of cuBLAS's workspace. Default: torch's default before compute capability 9.0.
+    """
+    return Device(name, memory * MIB, capability, _ASSUMED_OVERHEAD, cublas, _SOURCE_ASSUMED, rates, processors)
 
 
 def _make_v100(name: str, memory: int) -> Device:
+    """Return a V100 with the given name and memory in MiB.
+
+    The likely value of its overhead was published (`_SOURCE_V100`). The bounds are assumed.
+    """
     overhead = MemoryRange(400 * MIB, 1343 * MIB, 1500 * MIB)
-    return Device(name, memory * MIB, (7, 0), overhead, _AMPERE, _V100, _make_rates("V100", 900), 80)
+    return Device(
+        name, memory * MIB, (7, 0), overhead, _CUBLAS_BYTES_AMPERE, _SOURCE_V100, _make_rates("V100", 900), 80
+    )
 
 
 _ASSUMED_OVERHEAD = MemoryRange(400 * MIB, 750 * MIB, 1400 * MIB)
+"""Bytes of the context and libraries of a GPU that was not measured."""
 _H100_OVERHEAD = MemoryRange(527 * MIB, 770 * MIB, 1000 * MIB)
+"""Bytes of an H100's context and libraries. `_SOURCE_H100` has the source of the first two; the upper bound is assumed."""
 _CPU_RATES = PeakRates(100e9, 100e9, 20e9)
 """Assumed rates of a CPU. Processors differ too much for a table."""
 _UNKNOWN_RATES = PeakRates(20e12, 150e12, 1000e9)
@@ -169,14 +201,18 @@ DEVICES = {
             "rtx-3090",
             24 * GIB,
             (8, 6),
-            MemoryRange(_3090_CONTEXT, _3090_CONTEXT + _3090_CUBLAS, _3090_CONTEXT + _3090_CUBLAS),
-            _AMPERE,
-            _3090,
+            MemoryRange(
+                _CONTEXT_BYTES_3090,
+                _CONTEXT_BYTES_3090 + _CUBLAS_CODE_BYTES_3090,
+                _CONTEXT_BYTES_3090 + _CUBLAS_CODE_BYTES_3090,
+            ),
+            _CUBLAS_BYTES_AMPERE,
+            _SOURCE_3090,
             _make_rates("RTX 3090", 936),
             82,
         ),
         _make_assumed("rtx-4090", 24564, (8, 9), _make_rates("RTX 4090", 1008), 128),
-        _make_assumed("rtx-5090", 32607, (12, 0), _make_rates("RTX 5090", 1792), 170),
+        _make_assumed("rtx-5090", 32607, (12, 0), _make_rates("RTX 5090", 1792), 170, _CUBLAS_BYTES_HOPPER),
         _make_assumed("a6000", 49140, (8, 6), _make_rates("RTX A6000", 768), 84),
         _make_assumed("a40", 46068, (8, 6), _make_rates("A40", 696), 84),
         _make_assumed("l40", 46068, (8, 9), _make_rates("L40", 864), 142),
@@ -188,11 +224,20 @@ DEVICES = {
         _make_assumed("l40s", 46068, (8, 9), _make_rates("L40S", 864), 142),
         _make_assumed("a100-40gb", 40960, (8, 0), _make_rates("A100", 1555), 108),
         _make_assumed("a100-80gb", 81920, (8, 0), _make_rates("A100", 2039), 108),
-        Device("h100", 81079 * MIB, (9, 0), _H100_OVERHEAD, _HOPPER, _H100, _make_rates("H100", 3350), 132),
-        _make_assumed("h200", 143771, (9, 0), _make_rates("H200", 4800), 132, _HOPPER),
-        _make_assumed("b100", 183359, (10, 0), _make_rates("B100", 8000), 132, _HOPPER),
-        _make_assumed("b200", 183359, (10, 0), _make_rates("B200", 8000), 148, _HOPPER),
-        _make_assumed("mi300x", 196592, (9, 4), _make_rates("MI300X", 5300), 304, _HOPPER),
+        Device(
+            "h100",
+            81079 * MIB,
+            (9, 0),
+            _H100_OVERHEAD,
+            _CUBLAS_BYTES_HOPPER,
+            _SOURCE_H100,
+            _make_rates("H100", 3350),
+            132,
+        ),
+        _make_assumed("h200", 143771, (9, 0), _make_rates("H200", 4800), 132, _CUBLAS_BYTES_HOPPER),
+        _make_assumed("b100", 183359, (10, 0), _make_rates("B100", 8000), 132, _CUBLAS_BYTES_HOPPER),
+        _make_assumed("b200", 183359, (10, 0), _make_rates("B200", 8000), 148, _CUBLAS_BYTES_HOPPER),
+        _make_assumed("mi300x", 196592, (9, 4), _make_rates("MI300X", 5300), 304, _HIPBLAS_BYTES_GFX94),
     )
 }
 """Known devices, by name."""
@@ -208,9 +253,13 @@ def find_device(name: str) -> Device:
             a product name as nvidia-smi prints it ("NVIDIA A100-SXM4-80GB"), or the memory size of any GPU ("48GiB").
 
     Raises:
-        ConfigError: If no device matches the name, or the file of calibration records is damaged.
+        ConfigError: If the name is no text, no device matches it, or the file of calibration records is damaged.
         DeviceUnavailable: If `name` is "this" and there is no CUDA device.
     """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"device={name!r}; give the name of a device, such as 'h100', or 'this' for the GPU of this machine"
+        )
     wanted = name_this_device() if name.lower() == "this" else name.lower()
     device = look_up_device(wanted) or look_up_device(_match_product(wanted)) or _make_unknown_card(wanted)
     if device is None:
@@ -233,11 +282,13 @@ def look_up_device(name: str) -> Device | None:
     if record is None:
         return known
     # CUDA loads a kernel at its first use, so the kernels that load after the calibration are added to the upper bound.
-    overhead = MemoryRange(record.overhead, record.overhead, record.overhead + _LATE_KERNELS)
-    workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
+    overhead = MemoryRange(record.overhead, record.overhead, record.overhead + _LATE_KERNEL_BYTES)
+    cublas = _CUBLAS_BYTES_HOPPER if record.capability >= (9, 0) else _CUBLAS_BYTES_AMPERE
+    if record.kept:
+        cublas = record.kept // 2  # the calibration used cuBLAS in two threads: one for forward, one for backward
     rates = known.rates if known is not None else _UNKNOWN_RATES
-    processors = known.processors if known is not None else 100
-    return Device(name, record.memory, record.capability, overhead, workspace, record.source, rates, processors)
+    processors = known.processors if known is not None else _ASSUMED_PROCESSORS
+    return Device(name, record.memory, record.capability, overhead, cublas, record.source, rates, processors)
 
 
 def _match_product(text: str) -> str:
@@ -257,11 +308,12 @@ def _make_unknown_card(text: str) -> Device | None:
     """
     if not re.fullmatch(r"[0-9.]+ *[kmgt]?i?b", text):
         return None
-    generic = _make_assumed(text, 0, (8, 0), _UNKNOWN_RATES, 100)
-    return replace(generic, memory=parse_bytes(text), source=_ANY)
+    generic = _make_assumed(text, 0, (8, 0), _UNKNOWN_RATES, _ASSUMED_PROCESSORS)
+    return replace(generic, memory=parse_bytes(text), source=_SOURCE_UNKNOWN_GPU)
 
 
 def _read_records() -> dict[str, calibration.CalibrationRecord]:
+    """Return the user's calibration records, by name of the device."""
     return calibration.read_records(calibration.locate_records(env.copy_variables()))
 
 
@@ -271,8 +323,8 @@ def name_this_device() -> str:
     Raises:
         DeviceUnavailable: If there is no CUDA device.
     """
-    product, memory, _ = calibration.read_device_properties()
-    return name_card(product, memory)
+    properties = calibration.read_device_properties()
+    return name_card(properties.product, properties.memory)
 
 
 def name_card(product: str, memory: int) -> str:
@@ -298,8 +350,8 @@ def name_card(product: str, memory: int) -> str:
 
 
 def _has_about(memory: int, expected: int) -> bool:
-    """Whether a memory size differs from the expected one by at most `_NEAR` of the expected one. Both are in bytes."""
-    return abs(memory - expected) <= _NEAR * expected
+    """Whether a memory size differs from the expected one by at most `_MEMORY_TOLERANCE` of the expected one. Both are in bytes."""
+    return abs(memory - expected) <= _MEMORY_TOLERANCE * expected
 
 
 def resolve_budget(device: Device, budget: int | str | None) -> int | None:
@@ -327,7 +379,7 @@ def estimate_use(device: Device, reserved: int) -> MemoryRange:
     """
     if not device.is_cuda:
         return MemoryRange(reserved, reserved, reserved)
-    overhead, margin = device.overhead, max(int(reserved * MARGIN), LEAST_MARGIN)
+    overhead, margin = device.overhead, max(int(reserved * MARGIN), MIN_MARGIN_BYTES)
     return MemoryRange(reserved + overhead.least, reserved + overhead.likely, reserved + overhead.most + margin)
 
 
@@ -344,4 +396,4 @@ def compute_allocator_limit(device: Device, budget: int) -> int:
     if not device.is_cuda:
         return budget
     available = budget - device.overhead.most
-    return min(int(available / (1 + MARGIN)), available - LEAST_MARGIN)
+    return min(int(available / (1 + MARGIN)), available - MIN_MARGIN_BYTES)

@@ -14,7 +14,7 @@ _USABLE = 0.75
 
 In measurements, the fraction was 0.73 to 0.87 (benchmarks/forecast/search.py).
 """
-_LIKE = {8: "a100-40gb", 9: "h100"}
+_SIMILAR_DEVICES = {8: "a100-40gb", 9: "h100"}
 """Name of a device in the table, by major compute capability.
 
 A forecast for a GPU that is not in the table uses this device's overhead and workspaces.
@@ -38,22 +38,23 @@ def describe_present_device(hardware: Hardware, device: torch.device) -> Device:
         return find_device("cpu")
     if hardware.kind != "cuda":
         raise UnsupportedError(
-            f"memory cannot be forecast for a device of kind {hardware.kind!r}: only CUDA's allocator is modeled. "
-            "Give device=, with a "
-            "device listed in docs/forecast.md"
+            f"memory cannot be forecast for a device of kind {hardware.kind!r}: only CUDA's allocator is modeled. Give device=, with "
+            "a device listed in docs/forecast.md"
         )
     properties = hardware.module.get_device_properties(device)
     capability = (int(properties.major), int(properties.minor))
     product, memory = str(hardware.module.get_device_name(device)), int(properties.total_memory)
-    known = look_up_device(name_card(product, memory))
-    if known is not None:
-        return replace(known, memory=memory, capability=capability)
-    like = DEVICES[_LIKE.get(capability[0], "h100" if capability[0] > 9 else "t4")]
-    source = f"{like.source}; {product} is not in the table"
-    return replace(like, name=product, memory=memory, capability=capability, source=source)
+    table_entry = look_up_device(name_card(product, memory))
+    if table_entry is not None:
+        return replace(table_entry, memory=memory, capability=capability)
+    major, _ = capability
+    default_name = "h100" if major > 9 else "t4"
+    similar = DEVICES[_SIMILAR_DEVICES.get(major, default_name)]
+    source = f"{similar.source}; {product} is not in the table"
+    return replace(similar, name=product, memory=memory, capability=capability, source=source)
 
 
-def measure_budget(hardware: Hardware, device: torch.device, target: Device, held: int) -> int | None:
+def measure_budget(hardware: Hardware, device: torch.device, target: Device, tensor_bytes: int) -> int | None:
     """Return the bytes that training can use on a device, or None if no limit is known.
 
     The bytes include the process's overhead, such as its CUDA context.
@@ -62,14 +63,14 @@ def measure_budget(hardware: Hardware, device: torch.device, target: Device, hel
         hardware: Functions of the device type.
         device: Device to measure.
         target: Description of `device` as the device that a forecast is for.
-        held: Bytes of the training's tensors that are already allocated. They count as usable, because the forecast
+        tensor_bytes: Bytes of the training's tensors that are already allocated. They count as usable, because the forecast
             includes these tensors.
     """
     if hardware.kind == "cpu":
         free = read_free_address_space()
-        return None if free is None else int(free * _USABLE) + held
+        return None if free is None else int(free * _USABLE) + tensor_bytes
     module = hardware.module
-    allocated_by_others = max(0, int(module.memory_allocated(device)) - held)
+    allocated_by_others = max(0, int(module.memory_allocated(device)) - tensor_bytes)
     reusable = int(module.memory_reserved(device)) - allocated_by_others
     # The overhead is added because the free bytes do not contain it. If anything is reserved, the context exists and
     # already takes its memory. If not, `read_free_bytes` has left room for the context.

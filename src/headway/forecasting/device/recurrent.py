@@ -26,10 +26,12 @@ def size_cudnn_reserve(args: tuple[Any, ...]) -> list[int]:
     Args:
         args: Arguments of `_cudnn_rnn`.
     """
-    tokens, mode, hidden, layers = args[0], args[6], args[7], args[9]
-    is_training, is_bidirectional = args[12], args[13]
-    values = tokens.numel() // tokens.shape[-1] * hidden * (2 if is_bidirectional else 1) * layers
-    return [0, 0, 0, values * _VALUES_KEPT[mode] * tokens.element_size() if is_training else 0, 0]
+    arguments = _name_arguments(torch.ops.aten._cudnn_rnn.default, args)
+    if not arguments["train"]:
+        return [0, 0, 0, 0, 0]
+    tokens, num_directions = arguments["input"], 2 if arguments["bidirectional"] else 1
+    num_units = _count_steps(tokens) * arguments["hidden_size"] * num_directions * arguments["num_layers"]
+    return [0, 0, 0, num_units * _VALUES_KEPT[arguments["mode"]] * tokens.element_size(), 0]
 
 
 def size_cudnn_workspace(args: tuple[Any, ...]) -> list[int]:
@@ -40,9 +42,10 @@ def size_cudnn_workspace(args: tuple[Any, ...]) -> list[int]:
     Args:
         args: Arguments of `_cudnn_rnn`.
     """
-    tokens, hidden, is_batch_first = args[0], args[7], args[10]
-    gates = tokens.numel() // tokens.shape[-1] * hidden * 4 * tokens.element_size()
-    return [tokens.nbytes, gates] if is_batch_first else [gates]
+    arguments = _name_arguments(torch.ops.aten._cudnn_rnn.default, args)
+    tokens = arguments["input"]
+    gate_bytes = _count_steps(tokens) * arguments["hidden_size"] * 4 * tokens.element_size()
+    return [tokens.nbytes, gate_bytes] if arguments["batch_first"] else [gate_bytes]
 
 
 def size_cudnn_backward_workspace(args: tuple[Any, ...]) -> list[int]:
@@ -54,9 +57,10 @@ def size_cudnn_backward_workspace(args: tuple[Any, ...]) -> list[int]:
     Args:
         args: Arguments of `_cudnn_rnn_backward`.
     """
-    tokens, outputs, hidden, is_batch_first = args[0], args[6], args[11], args[14]
-    gates = tokens.numel() // tokens.shape[-1] * hidden * 4 * tokens.element_size()
-    return [tokens.nbytes, outputs.nbytes, gates] if is_batch_first else [gates]
+    arguments = _name_arguments(torch.ops.aten._cudnn_rnn_backward.default, args)
+    tokens = arguments["input"]
+    gate_bytes = _count_steps(tokens) * arguments["hidden_size"] * 4 * tokens.element_size()
+    return [tokens.nbytes, arguments["output"].nbytes, gate_bytes] if arguments["batch_first"] else [gate_bytes]
 
 
 def size_onednn_workspace(args: tuple[Any, ...]) -> list[int]:
@@ -67,10 +71,23 @@ def size_onednn_workspace(args: tuple[Any, ...]) -> list[int]:
     Args:
         args: Arguments of `mkldnn_rnn_layer`.
     """
-    tokens, hidden = args[0], args[10]
-    steps, batch, width = tokens.shape
-    states = (steps + 1) * batch * (6 * max(width, hidden) + 5.25 * hidden)
-    return [0, 0, 0, round((steps * batch * 4 * hidden + states) * 4)]
+    arguments = _name_arguments(torch.ops.aten.mkldnn_rnn_layer.default, args)
+    hidden_size = arguments["hidden_size"]
+    num_steps, batch_size, width = arguments["input"].shape
+    # Numbers of float32 values. The factors of the states were fitted to the measurements.
+    gates = num_steps * batch_size * 4 * hidden_size
+    states = (num_steps + 1) * batch_size * (6 * max(width, hidden_size) + 5.25 * hidden_size)
+    return [0, 0, 0, round((gates + states) * 4)]
+
+
+def _name_arguments(operation: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the positional arguments of an operation by their names in its schema."""
+    return {argument.name: value for argument, value in zip(operation._schema.arguments, args)}
+
+
+def _count_steps(tokens: torch.Tensor) -> int:
+    """Return the number of time steps of all samples together, for an input of shape (..., features)."""
+    return tokens.numel() // tokens.shape[-1]
 
 
 def override_recurrent_layers(library: torch.library.Library) -> None:
@@ -89,10 +106,15 @@ def override_recurrent_layers(library: torch.library.Library) -> None:
 
 
 def _fake_gru_cell(gates: torch.Tensor, _: torch.Tensor, state: torch.Tensor, *biases: Any) -> Any:
+    """Return results like those of the kernel for a GRU cell: the new state, and a workspace of five values per unit."""
     return torch.empty_like(state), state.new_empty(len(gates), 5 * state.shape[1])
 
 
 def _fake_gru_cell_backward(gradient: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> Any:
+    """Return results like those of the backward kernel for a GRU cell.
+
+    They are the gradients of both gate inputs, of the state, and of the two biases.
+    """
     gates = [gradient.new_empty(len(gradient), 3 * gradient.shape[1]) for _ in range(2)]
     return *gates, torch.empty_like(gradient), *(gates[0].new_empty(gates[0].shape[1:]) for _ in range(2))
 
@@ -141,11 +163,11 @@ def _make_layers(name: str, mode: int) -> Callable[..., Any]:
         num_layers: int,
         dropout: float,
         train: bool,
-        two_ways: bool,
+        bidirectional: bool,
         batch_first: bool,
     ) -> Any:
         if not isinstance(tokens, FakeTensor):
-            return plain(tokens, state, weights, has_biases, num_layers, dropout, train, two_ways, batch_first)
+            return plain(tokens, state, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)
         hx, cx = state if mode == 2 else (state, None)
         # Each layer has two weights and two biases. LSTMs with projections have another weight.
         tensors_per_layer = 4 if has_biases else 2
@@ -158,7 +180,7 @@ def _make_layers(name: str, mode: int) -> Callable[..., Any]:
         buffer = weights[0].new_empty(0)
         hidden = hx.shape[-1] if cx is None else cx.shape[-1]
         projected = hx.shape[-1] if cx is not None and hx.shape[-1] != hidden else 0
-        shape = (mode, hidden, projected, num_layers, batch_first, dropout, train, two_ways)
+        shape = (mode, hidden, projected, num_layers, batch_first, dropout, train, bidirectional)
         results = torch.ops.aten._cudnn_rnn(tokens, weights, tensors_per_layer, buffer, hx, cx, *shape, [], None)
         return results[:3] if mode == 2 else results[:2]
 

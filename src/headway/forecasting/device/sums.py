@@ -13,15 +13,15 @@ import torch
 
 from headway.forecasting.device.copies import Sizes
 
-_THREADS = 512
+_MAX_BLOCK_THREADS = 512
 """Maximum number of threads in a CUDA block."""
-_WARP = 32
+_WARP_THREADS = 32
 """Number of threads in a warp."""
-_FEWEST = 16
+_MIN_THREAD_VALUES = 16
 """Minimum number of values that a thread sums."""
-_MOST = 256
+_MAX_THREAD_VALUES = 256
 """Maximum number of values that one thread sums before several blocks share the computation of a result."""
-_VECTOR = 4
+_MAX_VECTOR = 4
 """Maximum vector width: the number of values that a thread reads at once, or of results that it computes at once."""
 
 
@@ -92,8 +92,42 @@ def _size_block_scratch(values: torch.Tensor, summed_dims: set[int], max_threads
     if any(each.size == 0 for each in dimensions) or not summed:
         return 0
     num_results, num_values = prod(each.size for each in kept), prod(each.size for each in summed)
+    block = _choose_block(kept, summed, num_results, num_values)
+    blocks_per_result = _count_blocks_per_result(block, num_results, num_values, max_threads)
+    if blocks_per_result < 2:
+        return 0
+    # Sums of int32 and bool are accumulated in int64.
+    itemsize = 8 if values.dtype in (torch.float64, torch.int64, torch.int32, torch.bool) else 4
+    sums_per_result = 1 if block.is_width_summed else block.width * block.results_per_thread
+    return itemsize * num_results * blocks_per_result * sums_per_result
 
-    # Threads along a block's width read neighboring values: either values of one result, or those of several results.
+
+class _ThreadBlock(NamedTuple):
+    """CUDA block of a reduction.
+
+    Attributes:
+        width: Number of threads along the width. They read neighboring values.
+        height: Number of threads along the height.
+        is_width_summed: Whether the threads along the width read values of one result. False: each of them computes
+            other results.
+        results_per_thread: Number of neighboring results that one thread computes at once.
+    """
+
+    width: int
+    height: int
+    is_width_summed: bool
+    results_per_thread: int
+
+
+def _choose_block(kept: list[_Dimension], summed: list[_Dimension], num_results: int, num_values: int) -> _ThreadBlock:
+    """Return the CUDA block of a reduction.
+
+    Args:
+        kept: Dimensions that are kept, in ascending order of stride.
+        summed: Dimensions that are summed over, in ascending order of stride. At least one.
+        num_results: Number of results.
+        num_values: Number of values that each result sums.
+    """
     is_width_summed = not kept or summed[0].stride < kept[0].stride
     width, height = (num_values, num_results) if is_width_summed else (num_results, num_values)
     results_per_thread = 1
@@ -101,25 +135,31 @@ def _size_block_scratch(values: torch.Tensor, summed_dims: set[int], max_threads
         results_per_thread = _choose_vector(kept, summed)
         width //= results_per_thread
     elif not kept and summed[0].stride == 1 and width > 128:
-        width //= _VECTOR
-    block_width, block_height = _choose_block(width, height, _THREADS // results_per_thread)
-    values_per_row, results_per_block = (block_width, 1) if is_width_summed else (1, block_width)
+        width //= _MAX_VECTOR  # a thread reads several neighboring values at once
+    block_width, block_height = _choose_block_size(width, height, _MAX_BLOCK_THREADS // results_per_thread)
+    return _ThreadBlock(block_width, block_height, is_width_summed, results_per_thread)
 
-    if _divide_up(num_values, values_per_row) < min(block_height * _FEWEST, _MOST):
-        return 0  # one row of threads computes a whole result
-    values_per_thread = _divide_up(num_values, values_per_row * block_height)
-    num_blocks = _divide_up(num_results // results_per_thread, results_per_block)
-    max_blocks = max_threads // (block_width * block_height)
-    if values_per_thread < _MOST or num_blocks > max_blocks:
-        return 0
-    blocks_per_result = min(_divide_up(max_blocks, num_blocks), _divide_up(values_per_thread, _FEWEST))
-    blocks_per_result = max(blocks_per_result, _divide_up(values_per_thread, _MOST))
-    if blocks_per_result < 2:
-        return 0
-    # Sums of int32 and bool are accumulated in int64.
-    itemsize = 8 if values.dtype in (torch.float64, torch.int64, torch.int32, torch.bool) else 4
-    sums_per_result = 1 if is_width_summed else block_width * results_per_thread
-    return itemsize * num_results * blocks_per_result * sums_per_result
+
+def _count_blocks_per_result(block: _ThreadBlock, num_results: int, num_values: int, max_threads: int) -> int:
+    """Return the number of CUDA blocks that share the computation of each result.
+
+    Args:
+        block: CUDA block of the reduction.
+        num_results: Number of results.
+        num_values: Number of values that each result sums.
+        max_threads: Number of threads that can run on the device at once.
+    """
+    values_per_row, results_per_block = (block.width, 1) if block.is_width_summed else (1, block.width)
+    if _divide_up(num_values, values_per_row) < min(block.height * _MIN_THREAD_VALUES, _MAX_THREAD_VALUES):
+        return 1  # one row of threads computes a whole result
+    values_per_thread = _divide_up(num_values, values_per_row * block.height)
+    num_blocks = _divide_up(num_results // block.results_per_thread, results_per_block)
+    max_blocks = max_threads // (block.width * block.height)
+    if values_per_thread < _MAX_THREAD_VALUES or num_blocks > max_blocks:
+        return 1
+    # As many blocks as fill the device, within the limits for the number of values that a thread sums.
+    most_useful = min(_divide_up(max_blocks, num_blocks), _divide_up(values_per_thread, _MIN_THREAD_VALUES))
+    return max(most_useful, _divide_up(values_per_thread, _MAX_THREAD_VALUES))
 
 
 def _divide_up(number: int, divisor: int) -> int:
@@ -130,28 +170,35 @@ def _divide_up(number: int, divisor: int) -> int:
 def _choose_vector(kept: list[_Dimension], summed: list[_Dimension]) -> int:
     """Return the number of neighboring results that one thread computes at once.
 
-    It is the largest power of two, at most `_VECTOR`, that divides the number of neighboring results and the strides of
+    It is the largest power of two, at most `_MAX_VECTOR`, that divides the number of neighboring results and the strides of
     all other dimensions.
 
     Args:
         kept: Dimensions that are kept, in ascending order of stride.
         summed: Dimensions that are summed over.
     """
-    vector = _VECTOR
+    vector = _MAX_VECTOR
     for number in (kept[0].size, *(each.stride for each in (*kept[1:], *summed))):
         while number % vector:
             vector //= 2
     return vector
 
 
-def _choose_block(width: int, height: int, max_threads: int) -> tuple[int, int]:
+def _choose_block_size(width: int, height: int, max_threads: int) -> tuple[int, int]:
     """Return the width and height, in threads, of the CUDA blocks of a reduction.
+
+    Both are powers of two.
 
     Args:
         width: Number of values or results along the block's width.
         height: Number of values or results along the block's height.
         max_threads: Maximum number of threads in a block.
     """
-    max_width, max_height = (min(max_threads, 1 << (size.bit_length() - 1)) if size else 1 for size in (width, height))
-    block_height = min(max_height, max_threads // min(max_width, _WARP))
+    max_width, max_height = (min(max_threads, _round_to_power(size)) for size in (width, height))
+    block_height = min(max_height, max_threads // min(max_width, _WARP_THREADS))
     return min(max_width, max_threads // block_height), block_height
+
+
+def _round_to_power(number: int) -> int:
+    """Return the largest power of two that is at most `number`, or 1 for 0."""
+    return 1 << (number.bit_length() - 1) if number else 1

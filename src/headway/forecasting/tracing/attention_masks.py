@@ -1,5 +1,6 @@
 """Make a transformers model on fake tensors treat attention masks as in a real run in which no token is masked."""
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -26,8 +27,28 @@ def skip_causal_mask(model: nn.Module) -> nn.Module:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
-        model.set_attn_implementation(_UNMASKED)  # type: ignore[operator]
+        set_attention(model, _UNMASKED)
     return model
+
+
+def set_attention(model: nn.Module, implementation: str) -> None:
+    """Switch a transformers model to another attention implementation, without changing the config that it was made from.
+
+    transformers stores the name of the implementation in the model's config. Users make several models from one config,
+    also models that they train after a forecast. So the model first gets a copy of its config.
+
+    Args:
+        model: Model to change.
+        implementation: Name of the attention implementation, such as "sdpa" or "eager".
+    """
+    copies: dict[
+        int, Any
+    ] = {}  # by `id` of the original, as for `copy.deepcopy`, so that modules share the copies, too
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            module.config = copy.deepcopy(config, copies)
+    model.set_attn_implementation(implementation)  # type: ignore[operator]
 
 
 def drop_masks(model: nn.Module) -> None:

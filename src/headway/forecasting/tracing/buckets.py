@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
-from headway.forecasting.tracing.step import StepEngine
+from headway.forecasting.tracing.engine import StepEngine
 
 _MIB = 1 << 20
 """Number of bytes in a mebibyte."""
@@ -36,9 +36,8 @@ class BucketedReplica(StepEngine):
         is_fixed: Whether the buckets are never rebuilt, as with `find_unused_parameters`.
     """
 
-    num_updates = (
-        3  # the second update starts with one bucket and ends with many, so only the third is like all later ones
-    )
+    # The second update starts with one bucket and ends with many, so only the third is like all later ones.
+    num_updates = 3
 
     def __init__(self, model: nn.Module, max_bytes: int, uses_views: bool = False, is_fixed: bool = False) -> None:
         super().__init__(model)
@@ -99,6 +98,7 @@ class BucketedReplica(StepEngine):
             self._parameters[index].grad = self._bucket_views[index]
 
     def _broadcast_states(self) -> None:
+        """Allocate the buffers in which DDP broadcasts parameters and buffers before the first forward."""
         states = [each.detach() for each in (*self.model.parameters(), *self.model.buffers())]
         in_flight: deque[torch.Tensor] = deque()
         for group in _group_tensors(states, _BROADCAST_BYTES):

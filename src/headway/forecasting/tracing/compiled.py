@@ -18,7 +18,7 @@ from headway.common.garbage import pause_garbage_collection
 from headway.errors import UnsupportedError
 from headway.forecasting._torch import TorchDispatchMode
 
-_FOR_EVERY_TRACE: dict[str, Any] = {
+_INDUCTOR_SETTINGS: dict[str, Any] = {
     "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "cpp.simdlen": 1, "cpp.vec_isa_ok": True,
     # Only torch's own kernels, because there is nothing to time.
     "max_autotune_gemm_backends": "ATEN", "max_autotune_conv_backends": "ATEN",
@@ -70,11 +70,11 @@ def skip_kernels() -> Iterator[list[str]]:
             raise UnsupportedError("CUDA graphs (mode='reduce-overhead') keep memory of their own, which is not known")
         module = load(*args, **kwargs)
         graphs.append(str(module.__file__))
-        vars(module).update(_IN_PLACE)
+        vars(module).update(_REPLACED_FUNCTIONS)
         return module
 
     with pause_garbage_collection(), ExitStack() as stack:  # `StorageTracker` collects garbage between phases
-        stack.enter_context(config.patch(_FOR_EVERY_TRACE))
+        stack.enter_context(config.patch(_INDUCTOR_SETTINGS))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(_exchange_attribute(codecache.PyCodeCache, "load_by_key_path", load_without_kernels))
         stack.enter_context(
@@ -107,6 +107,7 @@ def _exchange_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 def _make_buffer(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialized tensor, in place of a buffer that inductor's code allocates on the device."""
     return torch.empty_strided(size, stride, dtype=dtype)
 
 
@@ -114,7 +115,7 @@ def _do_nothing(*_: Any) -> None:
     """Do nothing. This function replaces kernels, and the checks of their results."""
 
 
-_IN_PLACE = {
+_REPLACED_FUNCTIONS = {
     "empty_strided_cpu": _make_buffer,
     "reinterpret_tensor": torch.as_strided,
     "assert_size_stride": _do_nothing,

@@ -3,13 +3,11 @@
 The original model is not changed. The copy shares no tensor with it, and no tensor is read. A patched function inside
 the model can still refer to the original model. `ensure_untouched` detects this if the original gets gradients,
 restores the previous gradients and raises an error.
-
-`BatchResizer` makes batches of any size from a real batch by repeating or cutting off rows.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +16,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from headway.core.runtime.collectives.tree import Tree, find_batch_size, list_tensors, map_tensors
-from headway.errors import ConfigError, DataError, HeadwayError, UnsupportedError
+from headway.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.forecasting._torch import DisableTorchFunction, is_traceable_wrapper_subclass
-from headway.forecasting.tracing.attention_masks import MASK, POSITIONS
 from headway.forecasting.tracing.tensors import make_empty_like
 
 _META = torch.device("meta")
@@ -50,6 +46,11 @@ class _ValuelessCopies(TorchFunctionMode):
 
 
 def _make_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an uninitialized tensor on a device with the shape, strides and dtype of another.
+
+    Raises:
+        UnsupportedError: If the tensor belongs to a subclass whose memory is unknown.
+    """
     with DisableTorchFunction():
         _refuse_unknown(tensor)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -77,7 +78,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: If the model cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # copies by the ID of the original, as for `copy.deepcopy`
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in memo:
@@ -110,12 +111,12 @@ def copy_optimizer(
     Raises:
         ConfigError: If the optimizer updates parameters that are not in `originals`.
     """
-    by_id = {id(original): made for original, made in zip(originals, copies)}
-    memo: dict[int, Any] = dict(by_id)
+    copies_by_id = {id(original): copied for original, copied in zip(originals, copies)}
+    memo: dict[int, Any] = dict(copies_by_id)
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
-        num_foreign = sum(id(parameter) not in by_id for parameter in trainable)
+        num_foreign = sum(id(parameter) not in copies_by_id for parameter in trainable)
         if num_foreign:
             raise ConfigError(
                 f"optimizer= updates {num_foreign} parameters that are not the model's; give the optimizer of the model that is "
@@ -157,69 +158,3 @@ def ensure_untouched(model: nn.Module) -> Iterator[None]:
             "function in it, such as a patched forward or a hook, keeps a reference to the model. Write it as a method, or use "
             "headway.forecast(model_fn=...)"
         )
-
-
-class BatchResizer:
-    """Callable that returns a copy of a real batch with a given number of rows, on the meta device.
-
-    Rows are repeated or cut off.
-
-    Args:
-        batch: Real batch: tensors, possibly in nested containers. Tensors are resized if their first dimension equals
-            that of the first tensor.
-
-    Attributes:
-        num_rows: Number of rows of the real batch.
-        is_padded: Whether the batch's `attention_mask` masks any token, or None if the batch has no mask.
-        is_packed: Whether `position_ids` are not consecutive in some row of the batch, as in packed sequences.
-        caveats: Assumptions about the batch, as sentences.
-
-    Raises:
-        DataError: If the batch has no tensor with a first dimension.
-    """
-
-    def __init__(self, batch: Tree) -> None:
-        num_rows = find_batch_size(batch)
-        if not num_rows:
-            raise DataError(
-                "the batch has no tensor with a first dimension, so its number of samples is unknown; give one real micro-batch"
-            )
-        self.num_rows = num_rows
-        self._batch = dict(batch) if isinstance(batch, Mapping) else batch
-        self.is_padded = _is_padded(self._batch)
-        self.is_packed = _is_packed(self._batch)
-        others = [list(each.shape) for each in list_tensors(self._batch) if each.ndim and each.shape[0] != num_rows]
-        self.caveats: tuple[str, ...] = ()
-        if others:
-            self.caveats = (
-                f"the batch has {num_rows} samples, but also tensors of shape {others[0]}, which are assumed to be the same for "
-                "any batch; give batch_fn= if they are not",
-            )
-
-    def __call__(self, size: int) -> Tree:
-        """Return the batch with `size` rows, on the meta device."""
-        return map_tensors(lambda tensor: self._resize_tensor(tensor, size), self._batch)
-
-    def _resize_tensor(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        if tensor.ndim == 0 or tensor.shape[0] != self.num_rows or size == self.num_rows:
-            return meta
-        num_repeats = -(-size // self.num_rows)
-        return torch.cat([meta] * num_repeats)[:size]
-
-
-def _is_padded(batch: Tree) -> bool | None:
-    """Whether the batch's attention mask masks any token, or None if the batch has no mask with values."""
-    mask = _get_values(batch, MASK)
-    return None if mask is None else not bool(mask.all())
-
-
-def _is_packed(batch: Tree) -> bool:
-    """Whether the batch has position IDs that are not consecutive in some row."""
-    position_ids = _get_values(batch, POSITIONS)
-    return position_ids is not None and bool((position_ids.diff() != 1).any())
-
-
-def _get_values(batch: Tree, name: str) -> torch.Tensor | None:
-    tensor = batch.get(name) if isinstance(batch, dict) else None
-    return tensor if isinstance(tensor, torch.Tensor) and not tensor.is_meta else None

@@ -1,20 +1,15 @@
-"""Helpers for tensors without values: wrapper subclasses, and operations whose result sizes depend on values.
+"""Helpers for tensors without values: the inner tensors of wrapper subclasses, and empty copies of tensors.
 
 A DTensor contains this rank's shard, and a quantized tensor contains its numbers and scales. A trace counts the memory
 of such inner tensors.
-
-Fake tensors have no values. If the size of a result depends on values, the largest possible size is used.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from headway.forecasting._torch import FakeTensor, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
-
-aten = torch.ops.aten
+from headway.forecasting._torch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
 
 def iterate_plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -34,6 +29,11 @@ def has_wrapper_type(types: Iterable[type]) -> bool:
     return any(is_traceable_wrapper_subclass_type(each) for each in types)
 
 
+def make_empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized tensor on the CPU with the shape, strides and dtype of the given tensor."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
 def make_empty_like(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return an uninitialized tensor with the shape, strides, dtype and Python attributes of another tensor.
 
@@ -48,53 +48,3 @@ def make_empty_like(tensor: torch.Tensor, device: torch.device | str = "cpu") ->
         empty = nn.Parameter(empty, tensor.requires_grad)
     empty.__dict__.update({key: value for key, value in tensor.__dict__.items() if key not in empty.__dict__})
     return empty
-
-
-def make_largest_result(func: Any, args: tuple[Any, ...]) -> Any:
-    """Return the largest possible result of an operation whose result size depends on values.
-
-    Return None for all other operations, and for tensors that are not fake.
-
-    Args:
-        func: Operation that is traced.
-        args: Arguments of the operation.
-    """
-    if not args or not isinstance(args[0], FakeTensor):
-        return None
-    if func is aten.nonzero.default:
-        return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
-    if func is aten.masked_select.default:
-        return (args[0] * args[1]).flatten()
-    if func is aten._unique2.default:
-        indices = [args[0].new_empty(args[0].shape, dtype=torch.long) for _ in range(2)]
-        return args[0].new_empty(args[0].numel()), *indices
-    if func in (aten._ctc_loss.Tensor, aten._ctc_loss.default):
-        steps, batch, targets = args[0].shape[0], args[0].shape[1], args[1]
-        longest = targets.shape[1] if targets.dim() == 2 else targets.numel()
-        return args[0].new_empty(batch), args[0].new_empty((batch, steps, 2 * longest + 1))
-    if func in (aten._ctc_loss_backward.Tensor, aten._ctc_loss_backward.default):
-        return torch.empty_like(args[1])
-    return None
-
-
-def expand_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an indexing operation, with each boolean mask replaced by index tensors.
-
-    The index tensors are as large as if the mask were true everywhere. Arguments of other operations, and arguments
-    without masks or fake tensors, are returned unchanged.
-
-    Args:
-        func: Operation that is traced.
-        args: Arguments of the operation.
-    """
-    if not args or not isinstance(args[0], FakeTensor):
-        return args
-    if func not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default):
-        return args
-    if all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1]):
-        return args
-    indices: list[Any] = []
-    for index in args[1]:
-        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-        indices += [index.new_empty(index.numel(), dtype=torch.long) for _ in index.shape] if is_mask else [index]
-    return args[0], indices, *args[2:]

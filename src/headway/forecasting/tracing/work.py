@@ -1,4 +1,4 @@
-"""Count the floating point operations, memory traffic and kernel launches of a step, to estimate relative costs."""
+"""Count the floating-point operations, memory traffic and kernel launches of a step, to estimate relative costs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _CPU_ATTENTION_FLOPS: dict[str, Callable[..., int]] = {
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the floating point operations of a matrix product, convolution or attention, or 0 for other operations.
+    """Return the floating-point operations of a matrix product, convolution or attention, or 0 for other operations.
 
     Causal attention counts half of what torch's formulas give, because kernels skip the masked half.
 
@@ -54,6 +54,13 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an attention operation is causal.
+
+    Args:
+        func: Operation with an argument `is_causal`.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
     names = [argument.name for argument in func._schema.arguments]
     return bool(dict(zip(names, args), **kwargs).get("is_causal", False))
 
@@ -90,13 +97,13 @@ class StepWork:
 
 
 class WorkCounter:
-    """Counter of floating point operations, memory traffic, kernel launches and minimum time, by phase of the step.
+    """Counter of floating-point operations, memory traffic, kernel launches and minimum time, by phase of the step.
 
-    The time of an operation is the longest of three: its computing time, its memory time and its launch time on the
-    host. The first follows from the device's rate for the dtype, the second from the memory bandwidth.
+    The minimum time of an operation is the longest of three: its computing time, its memory time and its launch time on
+    the host. The first follows from the device's rate for the dtype, the second from the memory bandwidth.
 
     Args:
-        device: Device to count for.
+        device: Device whose peak rates determine the minimum times.
 
     Attributes:
         by_phase: Work so far, by phase.
@@ -110,11 +117,13 @@ class WorkCounter:
     def add_operation(
         self, phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
     ) -> None:
-        """Add the floating point operations, memory traffic and minimum time of an operation that has run.
+        """Add the work of an operation that has run to its phase.
+
+        Views and other operations that launch no kernel are not counted.
 
         Args:
             phase: Phase of the step.
-            func: Operation.
+            func: Operation, an `OpOverload` of torch.
             args: Arguments of the operation.
             kwargs: Keyword arguments of the operation, or None.
             result: Result of the operation.
@@ -126,11 +135,12 @@ class WorkCounter:
         unique = {id(each): each for each in tensors}.values()  # an in-place operation returns one of its arguments
         num_bytes = sum(each.numel() * each.element_size() for each in unique)
         flops = count_flops(func, args, kwargs or {}, result)
-        computing = flops / self._get_rate(tensors) if flops else 0.0
-        seconds = max(computing, num_bytes / self._rates.bandwidth, LAUNCH_SECONDS)
+        compute_seconds = flops / self._get_rate(tensors) if flops else 0.0
+        seconds = max(compute_seconds, num_bytes / self._rates.bandwidth, LAUNCH_SECONDS)
         self.by_phase[phase] = self.by_phase.get(phase, StepWork()) + StepWork(flops, num_bytes, 1, seconds)
 
     def _get_rate(self, tensors: list[torch.Tensor]) -> float:
+        """Return the peak rate, in floating-point operations per second, for the dtype of an operation's tensors."""
         dtype = next((each.dtype for each in tensors if each.is_floating_point()), torch.float32)
-        is_quick = dtype in _HALVES and (dtype == torch.float16 or self._has_bfloat16)
-        return self._rates.half if is_quick else self._rates.full
+        has_half_rate = dtype in _HALVES and (dtype == torch.float16 or self._has_bfloat16)
+        return self._rates.half if has_half_rate else self._rates.full

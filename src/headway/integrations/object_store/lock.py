@@ -53,6 +53,7 @@ class ObjectLock(lock.CheckpointLock):
             raise CheckpointError(self._describe_owner(content, lock.TAKEN))
 
     def _remove_lock(self) -> None:
+        """Remove the lock's object if this run still owns it. A failed request is ignored."""
         # If a request fails, the object stays, and other runs consider its holder dead after lock.SILENCE seconds.
         with contextlib.suppress(CheckpointError):
             # It is rewritten first, so that no other run can consider its owner dead before it is removed.
@@ -97,6 +98,14 @@ class ObjectLock(lock.CheckpointLock):
             replaced_etag = stored_etag  # an earlier write of this process succeeded, but the store's response was lost
 
     def _create_lock(self) -> None:
+        """Create the lock's object, and start the thread that renews it.
+
+        If another run owns the lock, wait until it has released it or counts as dead. If another machine of this run
+        owns it, do nothing.
+
+        Raises:
+            CheckpointError: If the owner is alive.
+        """
         client, key, dead_etag = self._path.client, self._path.key, None
         while not self._write_owner(dead_etag):
             stored = client.get(key)

@@ -30,7 +30,8 @@ from pathlib import Path
 import xxhash
 
 from headway.common.object_path import PART, THREADS, ObjectPath
-from headway.core.checkpoint.format.manifest import MANIFEST, TITLE, Manifest, WrittenFile, read_manifest
+from headway.core.checkpoint.format.entries import HASH_NAME, WrittenFile
+from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from headway.core.checkpoint.stores.disk import LATEST
 from headway.core.checkpoint.stores.threads import run_in_order
 from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, ObjectStoreError
@@ -67,11 +68,13 @@ class FetchedCheckpoint:
         Raises:
             CheckpointError: If a block of the file is damaged or cannot be downloaded, or the local disk is full.
         """
-        path, written = self.folder / file, self._manifest.files[file]
-        self.download_ranges({file: [(0, min(8, written.num_bytes))]})
-        with open(path, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-        self.download_ranges({file: [(0, min(8 + length, written.num_bytes))]})
+        path = self.folder / file
+        num_bytes = self._manifest.files[file].num_bytes
+        # A safetensors file begins with the length of its header, in 8 bytes.
+        self.download_ranges({file: [(0, min(8, num_bytes))]})
+        with open(path, "rb") as local_file:
+            header_length = int.from_bytes(local_file.read(8), "little")
+        self.download_ranges({file: [(0, min(8 + header_length, num_bytes))]})
         return path
 
     def download_ranges(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
@@ -84,14 +87,16 @@ class FetchedCheckpoint:
             CheckpointError: If a block is damaged or cannot be downloaded, or the local disk is full.
         """
         tasks: list[Callable[[], None]] = []
-        for file, wanted in sorted(ranges.items()):
-            written, downloaded = self._manifest.files[file], self._begin_download(file)
-            needed = {n for begin, end in wanted for n in range(begin // written.piece, -(-end // written.piece))}
+        for file, byte_ranges in sorted(ranges.items()):
+            entry, downloaded = self._manifest.files[file], self._begin_download(file)
+            needed: set[int] = set()  # numbers of pieces
+            for begin, end in byte_ranges:
+                needed.update(range(begin // entry.piece, -(-end // entry.piece)))
             missing = sorted(needed - downloaded)
             downloaded.update(missing)
             tasks += [
-                partial(_fetch_run, self._source / file, self.folder / file, written, run)
-                for run in _iterate_runs(missing, written)
+                partial(_fetch_run, self._source / file, self.folder / file, entry, run)
+                for run in _iterate_runs(missing, entry)
             ]
         run_in_order(tasks, THREADS)
 
@@ -102,9 +107,10 @@ class FetchedCheckpoint:
             CheckpointError: If a block of a file is missing or does not match its hash. The message names the file.
         """
         tasks = (
-            partial(_fetch_run, self._source / name, None, written, run)
-            for name, written in self._manifest.files.items()
-            for run in _iterate_runs(range(len(written.digests) if written.num_bytes else 0), written)
+            partial(_fetch_run, self._source / name, None, entry, run)
+            for name, entry in self._manifest.files.items()
+            if entry.num_bytes
+            for run in _iterate_runs(range(len(entry.digests)), entry)
         )
         run_in_order(tasks, THREADS)
 
@@ -122,14 +128,15 @@ class FetchedCheckpoint:
         return self._downloaded[file]
 
 
-def _iterate_runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
+def _iterate_runs(pieces: Sequence[int], entry: WrittenFile) -> Iterator[range]:
     """Yield ranges of consecutive piece numbers, each within one stored object.
 
     Args:
         pieces: Sorted numbers of the pieces to cover. A piece is a block of a file's bytes with a hash.
-        written: Manifest entry of the file that consists of the pieces.
+        entry: Manifest entry of the file that consists of the pieces.
     """
-    pieces_per_object, start = max(1, PART // written.piece), 0
+    pieces_per_object = max(1, PART // entry.piece)
+    start = 0
     for index, number in enumerate(pieces):
         next_number = pieces[index + 1] if index + 1 < len(pieces) else None
         if next_number != number + 1 or next_number % pieces_per_object == 0:
@@ -137,7 +144,7 @@ def _iterate_runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range
             start = index + 1
 
 
-def _fetch_run(source: ObjectPath, local: Path | None, written: WrittenFile, run: range) -> None:
+def _fetch_run(source: ObjectPath, local: Path | None, entry: WrittenFile, run: range) -> None:
     """Download consecutive pieces of a file in one request. If a hash does not match, download them once more.
 
     A piece is a block of bytes with a hash.
@@ -145,14 +152,14 @@ def _fetch_run(source: ObjectPath, local: Path | None, written: WrittenFile, run
     Args:
         source: URL of the file in the object store.
         local: Local file to write the pieces to; None to only compare the hashes.
-        written: Entry of the file in the manifest.
+        entry: Entry of the file in the manifest.
         run: Numbers of the pieces.
 
     Raises:
         CheckpointDamaged: If the file no longer exists, or if a hash does not match at the second attempt either.
         CheckpointError: If the local file cannot be written.
     """
-    start, end = run.start * written.piece, min(run.stop * written.piece, written.num_bytes)
+    start, end = run.start * entry.piece, min(run.stop * entry.piece, entry.num_bytes)
     for is_last in (False, True):
         try:
             chunks = source.read_range(start, end)
@@ -161,13 +168,13 @@ def _fetch_run(source: ObjectPath, local: Path | None, written: WrittenFile, run
         except FileNotFoundError as error:
             raise CheckpointDamaged(f"a part of {source} no longer exists: {error}") from error
         view = memoryview(data)
-        damaged = next((n for n in run if _hash_piece(view, n, run, written) != written.digests[n]), None)
+        damaged = next((n for n in run if _hash_piece(view, n, run, entry) != entry.digests[n]), None)
         if damaged is None:
             break
         if is_last:
             raise CheckpointDamaged(
-                f"{source} is damaged: its bytes {damaged * written.piece:,} to {min((damaged + 1) * written.piece, end):,} are not "
-                f"those written ({TITLE} differs); resume from another checkpoint"
+                f"{source} is damaged: its bytes {damaged * entry.piece:,} to {min((damaged + 1) * entry.piece, end):,} are not "
+                f"those written ({HASH_NAME} differs); resume from another checkpoint"
             )
     if local is not None:
         try:
@@ -180,17 +187,17 @@ def _fetch_run(source: ObjectPath, local: Path | None, written: WrittenFile, run
             ) from error
 
 
-def _hash_piece(view: memoryview, number: int, run: range, written: WrittenFile) -> str:
+def _hash_piece(view: memoryview, number: int, run: range, entry: WrittenFile) -> str:
     """Return the hash of one piece.
 
     Args:
         view: Bytes of the pieces in `run`.
         number: Number of the piece in the file.
         run: Numbers of consecutive pieces.
-        written: Entry of the file in the manifest.
+        entry: Entry of the file in the manifest.
     """
-    start = (number - run.start) * written.piece
-    return xxhash.xxh3_128(view[start : start + written.piece]).hexdigest()
+    start = (number - run.start) * entry.piece
+    return xxhash.xxh3_128(view[start : start + entry.piece]).hexdigest()
 
 
 class ObjectStore:
@@ -263,7 +270,7 @@ class ObjectStore:
     def remove_staging(self) -> None:
         """Delete the files of a failed save unless the manifest lists them.
 
-        Call it on the store of the save's own prefix, which `staging` returns. The manifest lists the files if the
+        Call it on the store of the save's own prefix, which `get_staging` returns. The manifest lists the files if the
         save's commit succeeded but the store's response was lost. If the manifest is damaged, they are kept, too.
 
         Raises:
@@ -290,12 +297,13 @@ class ObjectStore:
         full_manifest = manifest.with_files_in(staging.name)
         data = full_manifest.encode()
         full_manifest.read_back()  # an unreadable manifest must not replace a readable one
-        if problem := self.find_absent(full_manifest):
+        problem = self.find_absent(full_manifest)
+        if problem is not None:
             raise CheckpointError(f"{self.folder} cannot be committed: {problem}")
         path = self.folder / MANIFEST
-        former = path.client.get(path.key)
+        former_content, former_etag = path.client.get(path.key) or (None, None)
         ensure_locked()
-        etag = path.client.put(path.key, data, None if former is None else former[1])
+        etag = path.client.put(path.key, data, former_etag)
         if etag is None:
             raise CheckpointError(
                 f"{self.folder} was committed by another run at the same time; give each run its own location"
@@ -305,9 +313,9 @@ class ObjectStore:
         except ObjectStoreError:
             pass  # the store does not answer, so the commit counts as successful
         except CheckpointError:
-            if self._revert_commit(full_manifest, etag, None if former is None else former[0]):
+            if self._revert_commit(full_manifest, etag, former_content):
                 raise
-        if former is not None:
+        if former_content is not None:
             self._delete_other_saves(staging.name)
 
     def _revert_commit(self, full_manifest: Manifest, etag: str, former: bytes | None) -> bool:
@@ -384,10 +392,10 @@ class ObjectStore:
         Return None if all are complete. Contents are not read.
         """
         sizes = {each.key: each.num_bytes for _, each in self.folder.list_objects()}
-        for written in manifest.files.values():
-            path = self.folder / written.name
-            for start in range(0, max(1, written.num_bytes), PART):
-                key, expected = path.make_part_key(start // PART), min(PART, written.num_bytes - start)
+        for entry in manifest.files.values():
+            path = self.folder / entry.name
+            for start in range(0, max(1, entry.num_bytes), PART):
+                key, expected = path.make_part_key(start // PART), min(PART, entry.num_bytes - start)
                 size = sizes.get(key)
                 if size != expected:
                     size = path.client.get_size(key)  # listings can lag behind writes
@@ -419,25 +427,26 @@ class ObjectStore:
         """
         parent = self.folder
         start = parent if name is None else parent / name
-        prefix = "" if name is None else f"{name}/"
-        data_folders: dict[str, set[str]] = defaultdict(set)  # by checkpoint
+        path_of_start = "" if name is None else f"{name}/"
+        prefixes: dict[str, set[str]] = defaultdict(set)  # of data, by checkpoint
         committed = set()  # checkpoints that have a manifest
-        for below, _ in start.list_objects():
-            owner, _, rest = (prefix + below).partition("/")
-            if rest == MANIFEST:
-                committed.add(owner)
-            elif _is_data(rest):
-                data_folders[owner].add(rest.split("/")[0])
-        leftovers = []
-        for owner, folders in data_folders.items():
-            if owner in committed and len(folders) == 1:
-                continue  # the only data folder is the one that the manifest lists
-            listed = _read_listed_prefixes(parent / owner)
-            if listed is not None:
-                leftovers += [parent / owner / name_of_data for name_of_data in sorted(folders - listed)]
-        for path in leftovers:
-            path.client.delete([each.key for _, each in path.list_objects()])
-        return leftovers
+        for path_below, _ in start.list_objects():
+            checkpoint, _, path = (path_of_start + path_below).partition("/")
+            if path == MANIFEST:
+                committed.add(checkpoint)
+            elif _is_data(path):
+                prefixes[checkpoint].add(path.split("/")[0])
+        leftovers: list[ObjectPath] = []
+        for checkpoint, data_prefixes in prefixes.items():
+            if checkpoint in committed and len(data_prefixes) == 1:
+                continue  # its only prefix is the one that the manifest lists, so the manifest need not be read
+            listed_prefixes = _read_listed_prefixes(parent / checkpoint)
+            if listed_prefixes is not None:
+                unlisted = sorted(data_prefixes - listed_prefixes)
+                leftovers += [parent / checkpoint / prefix for prefix in unlisted]
+        for leftover in leftovers:
+            leftover.client.delete([each.key for _, each in leftover.list_objects()])
+        return list(leftovers)
 
 
 def _is_data(name: str) -> bool:

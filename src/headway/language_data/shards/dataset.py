@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy
 import torch
-from torch.utils.data import Dataset
 
 from headway.common.text import format_bytes
 from headway.errors import ConfigError, DataError
+from headway.language_data.fingerprinted import FingerprintedDataset
 from headway.language_data.shards.blocks import BlockTable, OpenShard, RecordBlock
 from headway.language_data.shards.copies import LocalCopies
 from headway.language_data.shards.formats import build_format, choose_compression, choose_format
@@ -36,9 +36,10 @@ ShardPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Path, pattern or URL of shards, or a list of them."""
 _MDS_INDEX = "index.json"
 _MAX_OPEN_SHARDS = 64
+"""Largest number of files that each process keeps open."""
 
 
-class ShardedDataset(Dataset[Any]):
+class ShardedDataset(FingerprintedDataset[Any]):
     """Map-style dataset over the records of sharded files, local or remote.
 
     Sample `i` is a pure function of (files, seed, epoch, i). A prepared loader therefore reads the same samples in the
@@ -58,17 +59,19 @@ class ShardedDataset(Dataset[Any]):
 
     A scan divides each file into blocks (records that are read together), and stores the result in `cache_dir`. The
     scan reads JSON lines and arrow files completely. In tar files, it can skip data only in members larger than 1 MiB.
-    In parquet and mds files, it reads only the footer or header.
+    In parquet and mds files, it reads only the footer or header. With several ranks, all of them may create the dataset
+    at once; the processes of a machine share one scan.
 
     Args:
         shards: Path, pattern (`*`, `?`, `[...]`) or URL of the shards, or a list of them. `http://` and `https://` URLs
             are read with range requests, `s3://`, `gs://` and `az://` URLs by Headway's own client, and URLs with other
             schemes by fsspec.
-        format: Format of all shards. Default: chosen by the suffix of each file.
+        format: Format of all shards, "jsonl", "parquet", "arrow", "tar" or "mds". None (the default): chosen by the
+            suffix of each file.
         shuffle: Whether to shuffle the blocks of all shards, and then the records within windows of `shuffle_buffer`
-            records.
-        seed: Seed of the order, equal on all ranks.
-        shuffle_buffer: Number of records that are shuffled together.
+            records. Each epoch has another order. Default: False.
+        seed: Seed of the order, equal on all ranks. Default: 0.
+        shuffle_buffer: Number of records that are shuffled together. Default: 10,000.
         num_stripes: Number of ranges of the shuffled data that are read in parallel, for remote shards in a run on
             several machines. Each machine then fetches only the blocks that its ranks read. Choose a multiple of the
             numbers of machines on which the run may be resumed. Default: 1, so that each machine fetches all blocks.
@@ -76,16 +79,19 @@ class ShardedDataset(Dataset[Any]):
         samples_per_step: Number of samples that all ranks together read per step: batch size times number of ranks.
             Needed only with `num_stripes`, and must be a multiple of it.
         columns: Columns of parquet and arrow shards to read. Default: all.
-        on_damage: "error": reading a damaged record raises an error with the file and the offset. "skip": damaged
-            records are left out and counted in `num_skipped`. All records are then read once, when the index is built.
+        on_damage: "error" (the default): reading a damaged record raises an error with the file and the offset. "skip":
+            damaged records are left out and counted in `num_skipped`. All records are then read once, when the index is
+            built.
         cache_dir: Folder for indexes and local copies, which all processes of a machine share. Default:
             `~/.cache/headway/shards`.
-        memory_bytes: Memory for decoded blocks in each process that reads. At least one block is kept.
-        copy_bytes: Limit on the total size of the local copies in `cache_dir`, in bytes.
+        memory_bytes: Bytes of host memory for decoded blocks in each process that reads, such as a DataLoader's worker.
+            At least one block is kept. Default: 128 MiB.
+        copy_bytes: Limit on the total size of the local copies in `cache_dir`, in bytes. Default: 64 GiB.
         stall_limit: Seconds for which a read from remote storage is repeated while it fails for a transient reason,
             such as HTTP 429 or 503. The other ranks wait meanwhile. If the read still fails after this time, the run
-            ends with an error that names the shard.
-        attempt_timeout: Seconds that one attempt to read from remote storage may go without receiving data.
+            ends with an error that names the shard. Default: 300.
+        attempt_timeout: Seconds that one attempt to read from remote storage may go without receiving data. Default:
+            30.
 
     Attributes:
         num_skipped: Number of damaged records that are left out.
@@ -96,7 +102,16 @@ class ShardedDataset(Dataset[Any]):
         ConfigError: If an argument is out of range.
         DataError: If there are no files or no records, or a file is damaged or cannot be read.
         OptionalDependencyMissing: If a package that the format or the storage needs is not installed.
+
+    Example::
+
+        dataset = ShardedDataset("data/*.jsonl.gz", shuffle=True, seed=1)
+        loader = accelerator.prepare(DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=collate))
     """
+
+    fingerprinted_settings = (
+        "the shards, their number of records, or shuffle=, seed=, shuffle_buffer=, num_stripes= or samples_per_step="
+    )
 
     def __init__(
         self,
@@ -198,23 +213,6 @@ class ShardedDataset(Dataset[Any]):
         digest.update(self._blocks.counts.tobytes())
         return digest.hexdigest()[:32]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return {"source": fingerprint of the data and its order}. The position is saved by the loader."""
-        return {"source": self.source_fingerprint}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the files and the order are those of the dataset that saved `state`. Nothing is loaded.
-
-        Raises:
-            DataError: If the files or the order differ, so that a position would refer to a different sample.
-        """
-        if state["source"] != self.source_fingerprint:
-            raise DataError(
-                "the shards, their number of records, or shuffle=, seed=, shuffle_buffer=, num_stripes= or samples_per_step= have "
-                "changed since the state was saved, so its position would lose some samples and repeat others. Restore them, or "
-                "begin another epoch"
-            )
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling, without open files and cached blocks."""
         empty_caches = {
@@ -236,11 +234,13 @@ class ShardedDataset(Dataset[Any]):
                 records[place] = record
         return records
 
-    def _get_block(self, number: int) -> RecordBlock:
-        block = self._block_cache.get(number)
+    def _get_block(self, index: int) -> RecordBlock:
+        """Return a block from the cache, or read it. Warn once if the cache is too small for the shuffle buffer."""
+        block = self._block_cache.get_block(index)
         if block is None:
-            block = self._load_block(number)
-            if self._block_cache.add(number, block):
+            block = self._load_block(index)
+            is_too_small = self._block_cache.add_block(index, block)
+            if is_too_small:
                 log.warning_once(
                     "blocks of shards are read repeatedly, because those of one shuffle buffer need more memory than "
                     "memory_bytes (%s): allow more, or use a smaller shuffle_buffer (and leave out shuffle=True in the DataLoader)",
@@ -248,14 +248,14 @@ class ShardedDataset(Dataset[Any]):
                 )
         return block
 
-    def _load_block(self, number: int) -> RecordBlock:
+    def _load_block(self, index: int) -> RecordBlock:
+        """Read the block with this index from its file, and decode it without its damaged records."""
         blocks = self._blocks
-        shard = int(blocks.shards[number])
-        reader, open_shard = self._open_shards.get(shard)
-        offset, size = int(blocks.offsets[number]), int(blocks.sizes[number])
-        excluded = blocks.excluded.get(number, [])
-        count = int(blocks.counts[number]) + len(excluded)
-        block = open_shard.decode(reader.read_range(offset, size), offset, count)
+        reader, open_shard = self._open_shards.get_shard(int(blocks.shards[index]))
+        offset, size = int(blocks.offsets[index]), int(blocks.sizes[index])
+        excluded = blocks.excluded.get(index, [])
+        num_records = int(blocks.counts[index]) + len(excluded)
+        block = open_shard.decode(reader.read_range(offset, size), offset, num_records)
         if excluded:
             block.drop_records(excluded)
         return block
@@ -293,12 +293,13 @@ def _join_tables(files: Sequence[ShardFile], tables: Sequence[BlockTable]) -> _A
     shards: list[int] = []
     starts_unit: list[bool] = []
     excluded: dict[int, list[int]] = {}
-    for number, (file, table) in enumerate(zip(files, tables)):
+    for shard, (file, table) in enumerate(zip(files, tables)):
+        first_block = len(shards)
         for block, record in table.excluded:
-            excluded.setdefault(len(shards) + block, []).append(record)
+            excluded.setdefault(first_block + block, []).append(record)
         is_compressed = choose_compression(file.url) is not None
         starts_unit += [block == 0 or not is_compressed for block in range(len(table.counts))]
-        shards += [number] * len(table.counts)
+        shards += [shard] * len(table.counts)
     counts = numpy.array([count for table in tables for count in table.counts], numpy.int64)
     for block, records in excluded.items():
         counts[block] -= len(records)
@@ -327,18 +328,21 @@ class _OpenShards:
         self._access = access
         self._cache: OrderedDict[int, tuple[RangeReader, OpenShard]] = OrderedDict()
 
-    def get(self, number: int) -> tuple[RangeReader, OpenShard]:
-        """Return the reader and the opened shard of the file with this index, and open it if necessary."""
-        cached = self._cache.get(number)
+    def get_shard(self, index: int) -> tuple[RangeReader, OpenShard]:
+        """Return the reader and the opened shard of the file with this index, and open it if necessary.
+
+        If too many shards are open, the least recently used one is closed.
+        """
+        cached = self._cache.get(index)
         if cached is None:
-            file = self._files[number]
+            file = self._files[index]
             reader, num_bytes = self._access.open_content(file, caches_ranges=True)
-            cached = reader, self._formats[number].open(reader, num_bytes, describe_content(file))
+            cached = reader, self._formats[index].open(reader, num_bytes, describe_content(file))
             while len(self._cache) >= _MAX_OPEN_SHARDS:
                 _, (oldest_reader, _) = self._cache.popitem(last=False)
                 oldest_reader.close()
-            self._cache[number] = cached
-        self._cache.move_to_end(number)
+            self._cache[index] = cached
+        self._cache.move_to_end(index)
         return cached
 
 
@@ -356,26 +360,31 @@ class _BlockCache:
         self._recently_evicted: OrderedDict[int, None] = OrderedDict()  # an ordered set of the last 16 blocks
         self._num_reloaded = 0
 
-    def get(self, number: int) -> RecordBlock | None:
-        """Return the block with this index, or None if it is not cached."""
-        block = self._blocks.get(number)
+    def get_block(self, index: int) -> RecordBlock | None:
+        """Return the block with this index, or None if it is not cached. The block then counts as recently used."""
+        block = self._blocks.get(index)
         if block is not None:
-            self._blocks.move_to_end(number)
+            self._blocks.move_to_end(index)
         return block
 
-    def add(self, number: int, block: RecordBlock) -> bool:
+    def add_block(self, index: int, block: RecordBlock) -> bool:
         """Add a block to the cache, and evict the least recently used blocks beyond the limit.
+
+        Args:
+            index: Index of the block.
+            block: Block to add. It stays in the cache even if it alone exceeds the limit.
 
         Returns:
             Whether more than 100 blocks were added again soon after their eviction. The limit is then too small.
         """
-        self._num_reloaded += number in self._recently_evicted
-        self._blocks[number] = block
+        if index in self._recently_evicted:
+            self._num_reloaded += 1
+        self._blocks[index] = block
         self._num_bytes += block.num_bytes
         while self._num_bytes > self._max_bytes and len(self._blocks) > 1:
-            evicted_number, evicted_block = self._blocks.popitem(last=False)
+            evicted_index, evicted_block = self._blocks.popitem(last=False)
             self._num_bytes -= evicted_block.num_bytes
-            self._recently_evicted[evicted_number] = None
+            self._recently_evicted[evicted_index] = None
             if len(self._recently_evicted) > 16:
                 self._recently_evicted.popitem(last=False)
         return self._num_reloaded > 100

@@ -120,6 +120,7 @@ def load_tables(
     """
 
     def load_table(number: int) -> BlockTable:
+        """Return the block table of a shard from the index folder. If it is missing, scan the shard and write it."""
         file, (format_name, shard_format) = files[number], formats[number]
         path = _get_index_path(folder, file, format_name, skips_damage)
         table = _read_index(path)

@@ -241,6 +241,9 @@ class OpenMDS:
         """Return a sample's values by column.
 
         A sample begins with the sizes of the columns whose sizes vary. The values of all columns follow.
+
+        Raises:
+            DataError: If the sizes of the columns do not add up to the sample's length.
         """
         position = 0
         sizes: list[int] = []

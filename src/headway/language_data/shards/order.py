@@ -20,6 +20,7 @@ Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 Hashes = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
 _NUM_KEPT_WINDOWS = 8
+"""Smallest number of windows whose permutations are cached."""
 _MASK = 2**64 - 1
 _INCREMENT = 0x9E3779B97F4A7C15
 """Increment of the SplitMix64 generator: 2**64 divided by the golden ratio."""
@@ -129,14 +130,17 @@ class ShardOrder:
         return self._plan[1]
 
     def _make_plan(self, epoch: int) -> EpochPlan:
+        """Compute the order of the blocks in an epoch. Units (blocks that stay together) are shuffled as a whole."""
         blocks = numpy.arange(len(self._counts), dtype=numpy.int64)
         if self._buffer_size:
             num_units = int(self._units[-1]) + 1
             unit_order = permute_numbers(num_units, hash_numbers(self._seed, epoch, 0))
-            place_of_unit = numpy.empty(num_units, numpy.int64)
+            place_of_unit = numpy.empty(num_units, numpy.int64)  # the inverse permutation
             place_of_unit[unit_order] = numpy.arange(num_units)
+            # The sort is stable, so the blocks of a unit keep their order.
             blocks = numpy.argsort(place_of_unit[self._units], kind="stable")
-        return EpochPlan(blocks, numpy.concatenate([[0], numpy.cumsum(self._counts[blocks])]))
+        begins = numpy.concatenate([[0], numpy.cumsum(self._counts[blocks])])
+        return EpochPlan(blocks, begins)
 
     def _shuffle_in_windows(self, positions: Integers, epoch: int) -> Integers:
         """Convert positions in the shuffled order of records to positions in the order of blocks."""

@@ -12,7 +12,7 @@ import importlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,13 +85,13 @@ def find_files(
     The matches of a pattern are sorted.
 
     Args:
-        paths: Paths, URLs, or patterns with `*`, `?` and `[...]`, or one of them. Patterns are not supported for
-            `http://`.
+        paths: One path, URL or pattern, or a sequence of them. Patterns contain `*`, `?` or `[...]`, which do not match
+            `/`, or `**`, which matches any number of folders. In http(s) URLs, these are ordinary characters.
         policy: Time limits of remote requests.
 
     Raises:
-        DataError: If `paths` is empty, a path matches no file, or a file is listed twice. Also if remote storage refuses
-            the request, or does not respond in time.
+        DataError: If `paths` is empty, a path matches no file, a file is listed twice, or the name of a bucket is a
+            pattern. Also if remote storage refuses the request, or does not respond in time.
         OptionalDependencyMissing: If fsspec is needed and not installed.
     """
     path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
@@ -100,14 +100,16 @@ def find_files(
         url = expand_home(os.fspath(path).removeprefix("file://"))
         matches = expand_pattern(url, policy)
         if not matches:
-            raise DataError(f"no file matches {url!r}; give the path, pattern or URL of at least one shard")
+            if os.path.isdir(url):
+                raise DataError(f"{url} is a folder; give a pattern, such as {os.path.join(url, '*.jsonl')}")
+            raise DataError(f"no file matches {url!r}; give the path, pattern or URL of at least one file")
         files += matches
     if not files:
         raise DataError("the list of shards is empty; give the path, pattern or URL of at least one shard")
     urls: set[str] = set()
     for file in files:
         if file.url in urls:
-            raise DataError(f"the shard {file.url} is named twice, so its records would be read twice; name it once")
+            raise DataError(f"the file {file.url} is named twice, so its records would be read twice; name it once")
         urls.add(file.url)
     return files
 
@@ -116,11 +118,12 @@ def expand_pattern(url: str, policy: RetryPolicy) -> list[ShardFile]:
     """Return the files that match one path, pattern or URL, sorted. The list can be empty.
 
     Args:
-        url: Path or URL, or a pattern with `*`, `?` and `[...]`. An `http://` URL is never a pattern.
+        url: Path or URL, or a pattern with `*`, `**`, `?` or `[...]`. An http(s) URL is never a pattern.
         policy: Time limits of remote requests.
 
     Raises:
-        DataError: If remote storage refuses the request, or does not respond in time.
+        DataError: If remote storage refuses the request, or does not respond in time, or the name of a bucket is a
+            pattern.
     """
     scheme, has_wildcards = get_scheme(url), not _WILDCARDS.isdisjoint(url)
     if not scheme:
@@ -141,6 +144,16 @@ def _describe_local(name: str) -> ShardFile:
 
 
 def _describe_http(url: str, policy: RetryPolicy) -> ShardFile:
+    """Return an HTTP file with its size and version, as its server reports them for a request of one byte.
+
+    Args:
+        url: URL of the file.
+        policy: Time limits of the request.
+
+    Raises:
+        DataError: If the file cannot be read, or the server does not report its size.
+    """
+
     def request_size() -> ShardFile:
         request = urllib.request.Request(url, headers={"Range": "bytes=0-0", "Accept-Encoding": "identity"})
         with urllib.request.urlopen(request, timeout=policy.attempt_timeout) as response:
@@ -158,7 +171,22 @@ def _describe_http(url: str, policy: RetryPolicy) -> ShardFile:
 
 
 def _list_bucket(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[ShardFile]:
+    """Return the files of a bucket that a URL refers to, sorted by key, with their sizes and versions.
+
+    Args:
+        url: URL of a file, or a pattern.
+        has_wildcards: Whether the URL is a pattern.
+        policy: Time limits of the requests.
+
+    Raises:
+        DataError: If the name of the bucket is a pattern, or the object store refuses a request.
+    """
     root, key = split_bucket(url)
+    if not _WILDCARDS.isdisjoint(root):
+        raise DataError(
+            f"{url!r} has a wildcard in the name of the bucket, and buckets are not searched; write the bucket's name, and use "
+            "wildcards only in the path after it"
+        )
     client = ObjectClient(root, retry_seconds=policy.limit)
     with _raise_as_data_error():
         if not has_wildcards:
@@ -167,11 +195,42 @@ def _list_bucket(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[Sha
         # Object stores list the keys below a folder, so list the last folder before the first wildcard.
         first_wildcard = min(key.index(mark) for mark in _WILDCARDS if mark in key)
         objects = client.list(key[:first_wildcard].rpartition("/")[0])
-    return [
-        ShardFile(f"{root}/{info.key}", info.num_bytes, info.version)
-        for info in sorted(objects, key=lambda info: info.key)
-        if fnmatch.fnmatchcase(info.key, key)
-    ]
+    folders = _list_folders(info.key for info in objects)
+    files: list[ShardFile] = []
+    for info in sorted(objects, key=lambda info: info.key):
+        # Consoles create a folder as the empty object "folder/", which is listed without the slash.
+        is_folder = info.num_bytes == 0 and info.key in folders
+        if not is_folder and _matches_pattern(info.key.split("/"), key.split("/")):
+            files.append(ShardFile(f"{root}/{info.key}", info.num_bytes, info.version))
+    return files
+
+
+def _list_folders(keys: Iterable[str]) -> set[str]:
+    """Return the folders that contain the keys, and the folders around them."""
+    folders: set[str] = set()
+    for key in keys:
+        folder = key.rpartition("/")[0]
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    return folders
+
+
+def _matches_pattern(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the parts of a key match the parts of a pattern, as in `glob` for local files.
+
+    In contrast to `glob`, wildcards also match a dot at the start of a name.
+
+    Args:
+        names: Parts of the key between slashes.
+        patterns: Parts of the pattern. The part `**` matches any number of names.
+    """
+    if not patterns:
+        return not names
+    first, *rest = patterns
+    if first == "**":
+        return any(_matches_pattern(names[start:], rest) for start in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], first) and _matches_pattern(names[1:], rest)
 
 
 @contextmanager
@@ -191,6 +250,13 @@ def split_bucket(url: str) -> tuple[str, str]:
 
 
 def _list_fsspec(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[ShardFile]:
+    """Return the files that a URL of an fsspec file system refers to, sorted by name, with their sizes and versions.
+
+    Args:
+        url: URL of a file, or a pattern.
+        has_wildcards: Whether the URL is a pattern.
+        policy: Time limits of the requests.
+    """
     system, path = open_file_system(url)
     scheme = url.partition("://")[0]
 

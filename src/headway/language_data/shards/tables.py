@@ -96,6 +96,7 @@ class Parquet:
         return OpenParquet(read_footer(reader, num_bytes, name), num_bytes, name, self._columns)
 
     def _check_columns(self, metadata: Any, name: str) -> None:
+        """Raise `DataError` if the file with this name lacks a column that the user has chosen."""
         names = metadata.schema.to_arrow_schema().names
         unknown = [column for column in self._columns or () if column not in names]
         if unknown:
@@ -284,6 +285,7 @@ class Arrow:
         return OpenArrow(ipc.read_schema(ipc.read_message(file)), begin, name, self._columns)
 
     def _check_columns(self, schema: Any, name: str) -> None:
+        """Raise `DataError` if the file with this name lacks a column that the user has chosen."""
         unknown = [column for column in self._columns or () if column not in schema.names]
         if unknown:
             raise DataError(

@@ -12,7 +12,7 @@ OVERRIDDEN = (
     "_start_workers",
     # Checks the ranks once per interval. Overridden to decide on the basis of the reports of all machines.
     "_monitor_workers",
-    # Ends the ranks before a new attempt. Overridden to report the failed attempt.
+    # Ends the ranks and starts them again. Overridden to report why they have ended.
     "_restart_workers",
     # Ends the ranks at the end of the run. Overridden to give them time to save.
     "_shutdown",

@@ -21,6 +21,7 @@ def wait_for_host(host: str, port: int, waiting: RendezvousWait, me: str, unit: 
         waiting: Deadline and messages of this wait.
         me: Name of this machine in messages.
         unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
+            Default: "machine".
 
     Raises:
         LaunchError: If no program listens at this address before the deadline.
@@ -55,7 +56,7 @@ def name_machines(machines: Sequence[int], unit: str = "machine") -> str:
 
     Args:
         machines: Ranks of the machines.
-        unit: Word for a machine: "machine", or "task" if each process has its own launcher.
+        unit: Word for a machine: "machine", or "task" if each process has its own launcher. Default: "machine".
     """
     return f"{unit}{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
 
@@ -138,6 +139,7 @@ class RendezvousWatch:
         self._thread.start()
 
     def _run(self) -> None:
+        """Record this machine's arrival, and print from time to time which machines are missing. Executed by the thread."""
         try:
             store = self._connect()
             record_arrival(store, self._me)

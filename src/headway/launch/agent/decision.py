@@ -8,10 +8,7 @@ from headway.errors import PREEMPTED
 
 
 class AgentAction(Enum):
-    """Next action of the agent: continue, or end the attempt, with the reason for ending it.
-
-    An attempt is one start of all ranks. A restart begins the next attempt.
-    """
+    """Next action of the agent: let the ranks continue, or end them, with the reason for ending them."""
 
     GO_ON = "let the ranks run, or end the run successfully if all have ended"
     END_SAVED = "end the run with exit code 75, because its ranks have saved the requested checkpoint; do not restart"
@@ -29,30 +26,30 @@ class AgentSnapshot:
         codes: Exit codes by local rank, for the ranks that have ended.
         has_saved: Whether a rank has recorded that it saved the checkpoint that a preemption requested.
         is_aborted: Whether a rank has ended the run on purpose.
-        hangs: Whether the hang watch has diagnosed a hang.
+        is_hanging: Whether the hang watch has diagnosed a hang.
         is_alone: Whether another machine has failed or is lost, so that the agent must end the ranks of this machine.
     """
 
     codes: Mapping[int, int] = field(default_factory=dict)
     has_saved: bool = False
     is_aborted: bool = False
-    hangs: bool = False
+    is_hanging: bool = False
     is_alone: bool = False
 
 
-def decide_action(seen: AgentSnapshot) -> AgentAction:
+def decide_action(snapshot: AgentSnapshot) -> AgentAction:
     """Return the agent's next action.
 
     A failed rank on this machine has priority over an abort or a hang, because the failure might have caused them.
     """
-    codes = set(seen.codes.values())
+    codes = set(snapshot.codes.values())
     has_failed = bool(codes - {0})
-    if PREEMPTED in codes and seen.has_saved and codes <= {0, PREEMPTED}:
+    if PREEMPTED in codes and snapshot.has_saved and codes <= {0, PREEMPTED}:
         return AgentAction.END_SAVED
-    if seen.is_aborted and not has_failed:
+    if snapshot.is_aborted and not has_failed:
         return AgentAction.END_ABORTED
-    if seen.hangs and not has_failed:
+    if snapshot.is_hanging and not has_failed:
         return AgentAction.END_HANG
-    if seen.is_alone:
+    if snapshot.is_alone:
         return AgentAction.END_ALONE
     return AgentAction.END_FAILED if has_failed else AgentAction.GO_ON

@@ -20,7 +20,7 @@ from headway.launch.agent.records import RankExit
 from headway.launch.watch import report
 from headway.launch.watch.hang_watch import DiagnosedHang
 
-_WHY = {
+_EXIT_REASONS = {
     -signal.SIGKILL: "; nothing in the kernel's counters says that memory ran out, so a person, a scheduler or a container's limit "
     "sent it",
     -signal.SIGTERM: ", which was sent from outside of this run",
@@ -34,7 +34,7 @@ _WHY = {
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Report of the failures that ended an attempt (one start of all ranks).
+    """Report of the failures that ended the ranks after one start.
 
     Attributes:
         deaths: Exit records of the ranks that failed or wrote an exception record. They cover one machine or, after
@@ -68,8 +68,7 @@ class FailureReport:
     def format_headline(self) -> str:
         """Return a sentence that describes the first failure. It is also sent to the other machines."""
         first = self.first
-        where = first.line and f", at {first.line}"
-        return f"rank {first.rank} of {self.world_size} failed first{where} ({first.describe()})"
+        return f"rank {first.rank} of {self.world_size} failed first{_format_place(first)} ({first.describe()})"
 
     @property
     def is_consequence(self) -> bool:
@@ -79,11 +78,19 @@ class FailureReport:
     def format_text(self) -> str:
         """Return the report as text for the screen. If rank 0's agent prints the full report there, return one line."""
         first = self.first
-        where = first.line and f", at {first.line}"
+        place = _format_place(first)
         if self.is_printed_by_rank_0:
-            return f"headway: rank {first.rank} on host {first.host} failed first{where}; its report is with rank 0's output"
-        which = f"host {first.host}, pid {first.pid}" + (f", {first.progress}" if first.progress else "")
-        lines = [f"headway: rank {first.rank} of {self.world_size} failed first{where} ({which})"]
+            return f"headway: rank {first.rank} on host {first.host} failed first{place}; its report is with rank 0's output"
+        process = f"host {first.host}, pid {first.pid}"
+        if first.progress:
+            process += f", {first.progress}"
+        lines = [f"headway: rank {first.rank} of {self.world_size} failed first{place} ({process})"]
+        if self.finished and first.record is not None and first.record.is_consequence:
+            finished = f"rank{'s' if len(self.finished) > 1 else ''} {format_ranges(self.finished)}"
+            lines.append(
+                f"headway: {finished} had finished the script by then, so the others waited in vain: give all ranks "
+                "the same number of steps and collectives"
+            )
         if first.record is not None:
             lines.append((first.record.shown or remove_backend_noise(first.record.trace)).rstrip())
         else:
@@ -91,40 +98,41 @@ class FailureReport:
             if first.crash:
                 lines.append(shorten_crash(first.crash).rstrip())
         lines += self._describe_others(first)
-        if self.finished and first.record is not None and first.record.is_consequence:
-            who = f"rank{'s' if len(self.finished) > 1 else ''} {format_ranges(self.finished)}"
-            lines.insert(
-                1,
-                f"headway: {who} had finished the script by then, so the others waited in vain: give all ranks "
-                "the same number of steps and collectives",
-            )
         return "\n".join(lines)
 
     def _explain_death(self, death: RankExit) -> str:
+        """Return the likely reason of an exit without an exception, to append to a sentence. Empty if unknown."""
         if death.exit_code == -signal.SIGKILL and self.memory:
             return f": {self.memory}"
-        return _WHY.get(death.exit_code or 0, "")
+        return _EXIT_REASONS.get(death.exit_code or 0, "")
 
     def _describe_others(self, first: RankExit) -> list[str]:
+        """Return lines about all ranks except the one that failed first.
+
+        They name the ranks that failed in the same way, then those that failed in another way, then the number of ranks
+        that the agents have ended.
+        """
         others = sorted((death for death in self.deaths if death is not first), key=lambda death: death.rank)
-        alike = [death.rank for death in others if _is_alike(death, first)]
-        later = [
-            death
-            for death in others
-            if death.rank not in alike and (death.record is not None or death.exit_code is not None)
-        ]
+        same_ranks = [death.rank for death in others if _is_same_failure(death, first)]
+        consequences = [death for death in others if death.rank not in same_ranks and not death.was_ended_by_agent]
         lines = []
-        if alike:
-            lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {format_ranges(alike)}")
-        lines += describe_consequences(later, self.world_size, first.rank)
-        num_ended = self.world_size - len(alike) - len(self.finished) - 1 - len(later)
+        if same_ranks:
+            lines.append(f"headway: the same on rank{'s' if len(same_ranks) > 1 else ''} {format_ranges(same_ranks)}")
+        lines += describe_consequences(consequences, self.world_size, first.rank)
+        num_ended = self.world_size - 1 - len(same_ranks) - len(consequences) - len(self.finished)
         if num_ended > 0:
             have = "processes have" if num_ended > 1 else "process has"
             lines.append(f"headway: the other {num_ended} {have} been ended")
         return lines
 
     def write(self, path: Path) -> None:
-        """Write failure.json with the first failure and the exit records of all failed ranks."""
+        """Write failure.json: the first failure, the exit records in `deaths`, the run's size and exit code, and kills.
+
+        Kills are those by the kernel when memory ran out.
+
+        Args:
+            path: Path of failure.json. Its folder is created if necessary.
+        """
         content = {
             "world_size": self.world_size,
             "exit_code": self.exit_code,
@@ -140,17 +148,17 @@ class MachineLost:
     """Report of a lost machine. Failures on this machine are consequences of the loss.
 
     Attributes:
-        machine: Sentence that names the lost machine.
-        here: Rank of this machine.
+        loss: Sentence that names the lost machine.
+        machine_rank: Rank of this machine.
         report: Failures of this machine's ranks. None if none of them has failed.
         exit_code: Exit code of the run.
         unit: Word for a machine in the report: "machine", or "task" if each process has its own launcher.
-        former_file: Identity of the failure.json that existed when the attempt began, from `read_file_identity`.
+        former_file: Identity (`read_file_identity`) of the failure.json that existed when the ranks were last started.
             None if there was none.
     """
 
-    machine: str
-    here: int
+    loss: str
+    machine_rank: int
     report: FailureReport | None = None
     exit_code: int = 1
     unit: str = "machine"
@@ -158,26 +166,26 @@ class MachineLost:
 
     def format_headline(self) -> str:
         """Return the sentence that names the lost machine."""
-        return self.machine
+        return self.loss
 
     def format_text(self) -> str:
         """Return the report as text for the screen."""
-        lines = [f"headway: {self.machine}"]
+        lines = [f"headway: {self.loss}"]
         if self.report is not None:
             lines += describe_consequences(self.report.deaths, self.report.world_size)
-        return "\n".join([*lines, f"headway: {self.unit} {self.here} has ended its processes"])
+        return "\n".join([*lines, f"headway: {self.unit} {self.machine_rank} has ended its processes"])
 
     def write(self, path: Path) -> None:
         """Write failure.json with the lost machine and the failed ranks.
 
-        Do nothing if the file was already written in this attempt: in a shared folder, it may be the lost machine's own
-        report. A file from an earlier attempt is replaced.
+        Do nothing if the file was already written since the ranks were last started: in a shared folder, it may be the
+        lost machine's own report. An older file is replaced.
         """
         if read_file_identity(path) not in (None, self.former_file):
             return
         deaths = self.report.deaths if self.report is not None else ()
         content = {
-            "lost_machine": self.machine,
+            "lost_machine": self.loss,
             "exit_code": self.exit_code,
             "ranks": [asdict(death) for death in deaths],
         }
@@ -223,11 +231,11 @@ class HangReport:
 
     Attributes:
         hang: Diagnosis of the hang, and the stacks of this machine's ranks.
-        left: Process IDs of ranks on this machine that could not be killed.
+        unkillable_pids: Process IDs of ranks on this machine that could not be killed, because they wait for a disk.
     """
 
     hang: DiagnosedHang
-    left: tuple[int, ...] = ()
+    unkillable_pids: tuple[int, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -241,8 +249,8 @@ class HangReport:
     def format_text(self) -> str:
         """Return the report as text for the screen."""
         end = f"all {self.hang.verdict.world_size} ranks have been ended"
-        if self.left:
-            pids = ", ".join(map(str, self.left))
+        if self.unkillable_pids:
+            pids = ", ".join(map(str, self.unkillable_pids))
             end = f"the kernel holds pid {pids} until its disk answers, also against SIGKILL; all other ranks have been ended"
         return "\n".join(["headway: " + report.format_report(self.hang.verdict), f"headway: {end}"])
 
@@ -258,7 +266,12 @@ class HangReport:
 
 
 Report = FailureReport | MachineLost | RunEnded | HangReport | PreemptedRun
-"""Any report of how an attempt (one start of all ranks) has ended."""
+"""Any report of how the ranks ended after one start."""
+
+
+def _format_place(death: RankExit) -> str:
+    """Return the line of the script at which a rank failed, to append to a sentence. Empty if unknown."""
+    return f", at {death.line}" if death.line else ""
 
 
 def describe_consequences(deaths: Sequence[RankExit], world_size: int, first: int | None = None) -> list[str]:
@@ -273,22 +286,27 @@ def describe_consequences(deaths: Sequence[RankExit], world_size: int, first: in
             connection was lost.
         first: Rank that failed first, or None if a machine was lost.
     """
-    lost: dict[str, list[int]] = {}
-    lines: dict[int, str] = {}
-    for death in sorted(deaths, key=lambda one: one.rank):
-        where = death.line and f" ({death.line})"
+    disconnected_ranks: dict[str, list[int]] = {}  # by place in the script
+    line_by_rank: dict[int, str] = {}
+    for death in sorted(deaths, key=lambda each: each.rank):
+        place = f" ({death.line})" if death.line else ""
         if death.record is not None and death.record.is_lost_connection:
-            lost.setdefault(where, []).append(death.rank)
+            disconnected_ranks.setdefault(place, []).append(death.rank)
         else:
-            lines[death.rank] = f"headway: then rank {death.rank}: {death.describe()}{where}"
-    for where, ranks in lost.items():
-        other = f"rank {first}" if world_size == 2 and first is not None else "the others"
-        who, its = ("ranks", "their") if len(ranks) > 1 else ("rank", "its")
-        lines[ranks[0]] = f"headway: {who} {format_ranges(ranks)} then lost {its} connection to {other}{where}"
-    return [lines[rank] for rank in sorted(lines)]
+            line_by_rank[death.rank] = f"headway: then rank {death.rank}: {death.describe()}{place}"
+    other = f"rank {first}" if world_size == 2 and first is not None else "the others"
+    for place, ranks in disconnected_ranks.items():
+        noun, its = ("ranks", "their") if len(ranks) > 1 else ("rank", "its")
+        text = f"headway: {noun} {format_ranges(ranks)} then lost {its} connection to {other}{place}"
+        line_by_rank[ranks[0]] = text
+    return [line_by_rank[rank] for rank in sorted(line_by_rank)]
 
 
-def _is_alike(one: RankExit, other: RankExit) -> bool:
+def _is_same_failure(one: RankExit, other: RankExit) -> bool:
+    """Whether two ranks raised the same kind of exception at the same line, or ended with the same exit code without one.
+
+    Exceptions that only report that another rank was lost do not count as the same failure.
+    """
     if one.record is None or other.record is None:
         return one.record is other.record and one.exit_code == other.exit_code and one.exit_code is not None
     return (one.record.kind, one.line) == (other.record.kind, other.line) and not one.record.is_consequence
@@ -300,10 +318,10 @@ def read_file_identity(path: Path) -> tuple[int, int] | None:
     `write_json` changes them, because it replaces the file.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ class AgentChannel:
         host: Address by which the other machines reach machine 0.
         seal: Object that computes and checks HMACs with the user's secret, from which the run's secret is derived.
         unit: "task" if each process has its own launcher and all launchers print to one screen, so that only one of
-            them reports a failure. Otherwise "machine".
+            them reports a failure. Otherwise "machine". Default: "machine".
 
     Attributes:
         notice: Reason why the run must end. Empty until a rank has aborted the run.
@@ -76,15 +76,21 @@ class AgentChannel:
 
     @property
     def seal(self) -> Seal:
-        """Object that computes and checks HMACs with the run's secret. Available once an attempt has begun."""
+        """Object that computes and checks HMACs with the run's secret. Available after `connect`."""
         assert self._link is not None
         return self._link.seal
 
-    def begin_attempt(
-        self, meeting: SealedStore, world_size: int, attempt: int = 0, num_present: int | None = None, hub_port: int = 0
+    def connect(
+        self,
+        meeting: SealedStore,
+        world_size: int,
+        start_number: int = 0,
+        num_present: int | None = None,
+        hub_port: int = 0,
     ) -> StoreAddress:
-        """Begin an attempt (one start of all ranks): agree on a secret and a key prefix, and listen for failures.
+        """Connect to the other agents for one start of the ranks, and listen for failures. Return the store's address.
 
+        The agents agree on the secret of the run, and on a prefix for the store's keys, which differs for each start.
         The run's secret is derived from the user's secret and a random salt of machine 0. If the user has set no
         secret, the salt alone determines the run's secret. So the salt is deleted from the rendezvous store after all
         machines have read it.
@@ -92,20 +98,20 @@ class AgentChannel:
         Args:
             meeting: Store of the rendezvous, whose values are authenticated with the user's secret.
             world_size: Number of processes on all machines.
-            attempt: Number of the attempt, if all attempts share one rendezvous store and all agents count attempts
-                equally. Otherwise 0.
-            num_present: Number of machines that take part in the attempt. Default: all machines.
-            hub_port: Port on which machine 0 listens for heartbeats from the other machines; 0 for none.
+            start_number: Number of this start of the ranks, if all starts share one rendezvous store and all agents
+                count them equally. Otherwise 0. Default: 0.
+            num_present: Number of machines that take part in this start. Default: all machines.
+            hub_port: Port on which machine 0 listens for heartbeats from the other machines; 0 for none. Default: 0.
 
         Returns:
-            Address of the control plane for the workers of this attempt.
+            Address of the control plane's store for the workers of this start.
 
         Raises:
             ControlPlaneError: If the entry in the store was not written by machine 0 of this run.
         """
-        self.stop_listening()  # otherwise the previous attempt's thread might report that attempt's failures
+        self.stop_listening()  # otherwise the thread of the previous start might report old failures
         self._num_here = self._num_machines if num_present is None else num_present
-        key = f"{_KEY}/{attempt}"
+        key = f"{_KEY}/{start_number}"
         if self._machine == 0:
             self._server = self._server or start_store(self._host)
             prefix = secrets.token_hex(6)
@@ -183,6 +189,7 @@ class AgentChannel:
             store.set(NOTICE, (notice + describe_missing(self._world_size, absent, "so far")).encode())
 
     def _hear_failures(self, store: SealedStore) -> None:
+        """Read the failure reports that the other machines have written to the store since the last call."""
         for machine in range(self._num_machines):
             if machine == self._machine or machine in self._others:
                 continue
@@ -228,12 +235,14 @@ class AgentChannel:
 
 
 def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    """Wait until the function returns True, for at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_so() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 4)
 
 
 def _decode_report(content: dict[str, Any]) -> FailureReport | None:
+    """Return the failures of another machine from the JSON object that it has sent. None if it had no failures."""
     if not content:
         return None
     deaths = tuple(

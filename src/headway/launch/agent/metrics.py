@@ -1,8 +1,8 @@
 """Metrics of a run: `headway launch --metrics_port N` serves them in Prometheus' text format on 127.0.0.1.
 
-The agent reads the pulses of this machine's ranks (files in shared memory with each rank's state), /proc, and the run's
-log. Rank 0 writes the log's path into its pulse. Serving metrics takes no time on the ranks. Each request for metrics
-reads only what was added to the log since the previous request. The format is Prometheus' text exposition format 0.0.4.
+The agent reads the heartbeat files of this machine's ranks, /proc, and the run's log. Rank 0 writes the log's path into
+its heartbeat file. Serving metrics takes no time on the ranks. Each request for metrics reads only what was added to the
+log since the previous request. The format is Prometheus' text exposition format 0.0.4.
 
 `/metrics` returns the numbers. `/healthz` answers 200, or 503 in two cases: no rank of this machine has run for a
 minute, or a rank has waited in a collective for longer than `LONGEST_COLLECTIVE`.
@@ -12,11 +12,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
-from headway.core.runtime.pulse import HeartbeatFile, PulseReading
+from headway.core.runtime import heartbeat_file
+from headway.core.runtime.heartbeat_file import HeartbeatReading
 from headway.errors import LaunchError
 from headway.launch.agent.log_tail import LogTail
 
@@ -32,25 +34,42 @@ _MIN_WAIT = 1.0
 _CURVES = {"loss": "loss", "tokens_per_second": "tokens_per_second", "headway/memory": "memory_bytes"}
 """Logged values that are served as separate metrics, each with the metric's name."""
 
-Rows = Iterable[tuple[Mapping[str, object], float]]
+
+class _Sample(NamedTuple):
+    """One value of a metric, with the labels that distinguish it from the metric's other values, such as the rank."""
+
+    labels: Mapping[str, object]
+    value: float
 
 
-def find_awaited(readings: Mapping[int, PulseReading], now: float) -> int | None:
+class _Metric(NamedTuple):
+    """Metric with its name (without the prefix "headway_"), its description, and its current values."""
+
+    name: str
+    description: str
+    samples: Sequence[_Sample]
+
+
+def find_awaited(readings: Mapping[int, HeartbeatReading], now: float) -> int | None:
     """Return the rank for which other ranks of this machine wait in a collective, or None if there is no such rank.
 
     This is the rank that has entered the fewest collectives.
 
     Args:
-        readings: State of each rank of this machine by rank, as read from the rank's pulse file.
+        readings: State of each rank of this machine by rank, as read from the rank's heartbeat file.
         now: Current time on the monotonic clock.
     """
-    entered = {rank: reading.calls[-1].number for rank, reading in readings.items() if reading.calls}
-    waiting = [rank for rank in entered if measure_wait(readings[rank], now) > _MIN_WAIT]
-    late = {rank: number for rank, number in entered.items() if rank not in waiting or number < max(entered.values())}
-    return min(late, key=lambda rank: (late[rank], rank)) if waiting and late else None
+    num_entered = {rank: reading.calls[-1].number for rank, reading in readings.items() if reading.calls}
+    waiting = [rank for rank in num_entered if measure_wait(readings[rank], now) > _MIN_WAIT]
+    if not waiting:
+        return None
+    newest = max(num_entered.values())
+    # A rank that waits in an earlier collective than others keeps them waiting, too.
+    late = [rank for rank, number in num_entered.items() if rank not in waiting or number < newest]
+    return min(late, key=lambda rank: (num_entered[rank], rank), default=None)
 
 
-def measure_wait(reading: PulseReading, now: float) -> float:
+def measure_wait(reading: HeartbeatReading, now: float) -> float:
     """Return the seconds that a rank has spent in its current collective, or 0 if it is in none."""
     call = reading.calls[-1] if reading.calls else None
     return 0.0 if call is None or call.exit_time is not None else max(0.0, now - call.entry_time)
@@ -60,32 +79,35 @@ class RunMetrics:
     """Metrics of the ranks on one machine.
 
     Args:
-        pulses: Function that returns, by global rank, the pulse files of this machine's current ranks. A pulse file
-            contains the state of a rank.
+        list_paths: Function that returns, by global rank, the paths of the heartbeat files of this machine's current
+            ranks.
         restarts: Function that returns how often the processes have been restarted.
     """
 
-    def __init__(self, pulses: Callable[[], Mapping[int, Path]], restarts: Callable[[], int]) -> None:
-        self._pulses = pulses
+    def __init__(self, list_paths: Callable[[], Mapping[int, Path]], restarts: Callable[[], int]) -> None:
+        self._list_paths = list_paths
         self._restarts = restarts
         self._tail = LogTail()
         self._lock = threading.Lock()
 
-    def _read_pulses(self) -> dict[int, PulseReading]:
-        found = {}
-        for rank, path in sorted(self._pulses().items()):
+    def _read_heartbeats(self) -> dict[int, HeartbeatReading]:
+        """Return the state of each rank that has started, by global rank in ascending order."""
+        readings = {}
+        for rank, path in sorted(self._list_paths().items()):
             try:
-                found[rank] = HeartbeatFile(path, is_writer=False).read()
-            except (OSError, ValueError):  # the file is being replaced between two attempts
+                reading = heartbeat_file.read_file(path)
+            except (OSError, ValueError):  # a restart of the ranks replaces the file
                 continue
-        return {rank: reading for rank, reading in found.items() if reading.pid}
+            if reading.pid:  # the agent creates the file before it starts the rank
+                readings[rank] = reading
+        return readings
 
     def find_trouble(self) -> str:
         """Return the reason why the run makes no progress on this machine.
 
         Empty if it makes progress or has not started.
         """
-        readings, now = self._read_pulses(), time.monotonic()
+        readings, now = self._read_heartbeats(), time.monotonic()
         if readings and all(reading.last_beat and now - reading.last_beat > SILENCE for reading in readings.values()):
             return f"no rank on this machine has run for {SILENCE:g} s"
         longest = max((measure_wait(reading, now) for reading in readings.values()), default=0.0)
@@ -96,73 +118,127 @@ class RunMetrics:
 
     def format_metrics(self) -> str:
         """Return all metrics in Prometheus' text format."""
-        readings, now = self._read_pulses(), time.monotonic()
+        readings, now = self._read_heartbeats(), time.monotonic()
         with self._lock:
-            self._tail.read_new_lines(
-                next((reading.log for reading in readings.values() if reading.log), self._tail._path)
-            )
-            return "".join(
-                _format_metric(name, about, rows) for name, about, rows in self._iterate_families(readings, now)
-            )
+            # Until a rank has written the log's path to its heartbeat file, for example after a restart, keep the old path.
+            paths = [reading.log for reading in readings.values() if reading.log]
+            self._tail.read_new_lines(paths[0] if paths else self._tail.path)
+            metrics = [
+                _Metric("ranks", "Ranks running on this machine.", [_Sample({}, len(readings))]),
+                _Metric("restarts", "Restarts of the processes.", [_Sample({}, self._restarts())]),
+                *_measure_ranks(readings, now),
+                *_collect_logged(self._tail),
+            ]
+            return "".join(map(_format_metric, metrics))
 
-    def _iterate_families(self, readings: Mapping[int, PulseReading], now: float) -> Iterator[tuple[str, str, Rows]]:
-        tail, late = self._tail, find_awaited(readings, now)
 
-        def list_by_rank(value: Callable[[PulseReading], float]) -> Rows:
-            return [({"rank": rank}, value(reading)) for rank, reading in readings.items()]
+def _measure_ranks(readings: Mapping[int, HeartbeatReading], now: float) -> list[_Metric]:
+    """Return the metrics that are read from heartbeat files and from the kernel.
 
-        yield "ranks", "Ranks running on this machine.", [({}, len(readings))]
-        yield "restarts", "Restarts of the processes.", [({}, self._restarts())]
-        yield "updates", "Updates made.", list_by_rank(lambda one: one.update)
-        yield (
+    Args:
+        readings: State of each rank of this machine by rank, as read from the rank's heartbeat file.
+        now: Current time on the monotonic clock.
+    """
+
+    def list_by_rank(get_value: Callable[[HeartbeatReading], float]) -> list[_Sample]:
+        return [_Sample({"rank": rank}, get_value(reading)) for rank, reading in readings.items()]
+
+    awaited_rank = find_awaited(readings, now)
+    return [
+        _Metric("updates", "Updates made.", list_by_rank(lambda reading: reading.update)),
+        _Metric(
             "micro_step",
             "Micro-batches begun in the current accumulation window.",
-            list_by_rank(lambda one: one.micro_step),
-        )
-        ages = list_by_rank(lambda one: now - one.last_beat if one.last_beat else 0)
-        yield "heartbeat_age_seconds", "Seconds since the last heartbeat.", ages
-        yield (
+            list_by_rank(lambda reading: reading.micro_step),
+        ),
+        _Metric(
+            "heartbeat_age_seconds",
+            "Seconds since the last heartbeat.",
+            list_by_rank(lambda reading: now - reading.last_beat if reading.last_beat else 0),
+        ),
+        _Metric(
             "collective_seconds",
             "Seconds in the current collective; 0: in none.",
-            list_by_rank(lambda one: measure_wait(one, now)),
-        )
-        about = "The rank that others on this machine wait for; -1: none."
-        yield "awaited_rank", about, [({}, -1 if late is None else late)]
-        yield "resident_memory_bytes", "Host memory of the process.", list_by_rank(lambda one: _read_resident(one.pid))
-        about = "Skipped updates: fp16's loss scale, non-finite values, spikes."
-        yield "skipped_updates", about, [({}, tail.num_skipped)]
-        yield "events", "Events, by name.", [({"event": name}, count) for name, count in tail.events.items()]
-        for name, short in _CURVES.items():
-            found = [value for key, value in tail.values.items() if key == name or key.rpartition("/")[2] == name]
-            yield short, f"The latest {name.rpartition('/')[2]} that was logged.", [({}, value) for value in found[:1]]
-        yield "logged", "The latest number logged under each name.", [({"name": k}, v) for k, v in tail.values.items()]
-        commit = [] if tail.commit is None else [tail.commit]
-        yield "last_commit_timestamp_seconds", "When the last checkpoint was committed.", [({}, at) for at, _ in commit]
-        yield "last_commit_update", "The update of the last checkpoint.", [({}, update) for _, update in commit]
+            list_by_rank(lambda reading: measure_wait(reading, now)),
+        ),
+        _Metric(
+            "awaited_rank",
+            "The rank that others on this machine wait for; -1: none.",
+            [_Sample({}, -1 if awaited_rank is None else awaited_rank)],
+        ),
+        _Metric(
+            "resident_memory_bytes",
+            "Host memory of the process.",
+            list_by_rank(lambda reading: _read_resident_bytes(reading.pid)),
+        ),
+    ]
 
 
-def _read_resident(pid: int) -> float:
+def _collect_logged(tail: LogTail) -> list[_Metric]:
+    """Return the metrics that are read from the run's log. Values that have not been logged yet have no samples."""
+    metrics = [
+        _Metric(
+            "skipped_updates",
+            "Skipped updates: fp16's loss scale, non-finite values, spikes.",
+            [_Sample({}, tail.num_skipped)],
+        ),
+        _Metric("events", "Events, by name.", [_Sample({"event": name}, n) for name, n in tail.events.items()]),
+    ]
+    for logged_name, metric_name in _CURVES.items():
+        # A script may log the value under a prefix, as in "train/loss". The first such name is used.
+        values = [
+            value for key, value in tail.values.items() if key == logged_name or key.rpartition("/")[2] == logged_name
+        ]
+        description = f"The latest {logged_name.rpartition('/')[2]} that was logged."
+        metrics.append(_Metric(metric_name, description, [_Sample({}, value) for value in values[:1]]))
+    logged = [_Sample({"name": name}, value) for name, value in tail.values.items()]
+    metrics.append(_Metric("logged", "The latest number logged under each name.", logged))
+    if tail.commit is not None:
+        commit_time, update = tail.commit
+        metrics += [
+            _Metric(
+                "last_commit_timestamp_seconds",
+                "When the last checkpoint was committed.",
+                [_Sample({}, commit_time)],
+            ),
+            _Metric("last_commit_update", "The update of the last checkpoint.", [_Sample({}, update)]),
+        ]
+    return metrics
+
+
+def _read_resident_bytes(pid: int) -> float:
+    """Return the bytes of a process in host memory, or 0 if they cannot be read."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0.0
 
 
-def _format_metric(name: str, about: str, rows: Rows) -> str:
-    lines = [f"headway_{name}{_format_labels(labels)} {_format_number(value)}\n" for labels, value in rows]
-    return f"# HELP headway_{name} {about}\n# TYPE headway_{name} gauge\n{''.join(lines)}" if lines else ""
+def _format_metric(metric: _Metric) -> str:
+    """Return the lines of a metric. Empty if it has no samples."""
+    if not metric.samples:
+        return ""
+    name = f"headway_{metric.name}"
+    lines = [f"{name}{_format_labels(each.labels)} {_format_number(each.value)}\n" for each in metric.samples]
+    return f"# HELP {name} {metric.description}\n# TYPE {name} gauge\n{''.join(lines)}"
 
 
 def _format_labels(labels: Mapping[str, object]) -> str:
+    """Return the labels of a sample in Prometheus' format, such as `{rank="0"}`. Empty if there are none."""
+    if not labels:
+        return ""
     escaped = {k: str(v).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for k, v in labels.items()}
     pairs = ",".join(f'{key}="{value}"' for key, value in escaped.items())
-    return f"{{{pairs}}}" if labels else ""
+    return f"{{{pairs}}}"
 
 
 def _format_number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(float(value)) if value != int(value) else str(int(value))
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    """Return a number as text. Whole numbers have no decimal point."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value == int(value) else repr(float(value))
 
 
 class MetricsServer:
@@ -193,6 +269,7 @@ class MetricsServer:
                     self._send_answer(404, "not found; try /metrics or /healthz\n")
 
             def _send_answer(self, status: int, text: str) -> None:
+                """Send an HTTP response with an HTTP status code and a text."""
                 body = text.encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")

@@ -6,218 +6,30 @@ line per second. The hub answers, and reports the machines that it has lost. So 
 machine are detected within `timeout`, whereas a communication library's timeouts take minutes. If a link is cut, the
 machines on both sides end their ranks. The agents use plain TCP, because a call to a store whose machine is cut off
 might never return.
-
-Each side of a connection first sends a random word (nonce). Every later line carries a MAC, keyed by the run's
-secret, over both words and the line's direction and number. So a line cannot be forged, changed, replayed or
-reflected. A connection that begins differently is closed.
 """
 
 import contextlib
-import json
 import math
-import re
-import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 from headway.common.sealing import Seal
-from headway.common.untrusted import escape_json
 from headway.core.runtime.network import open_listener
+from headway.launch.agent.peer_connection import PeerConnection, PeerMachine
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two heartbeats."""
-
 _CONNECT_TIMEOUT = 10.0
 """Maximum seconds for connecting to machine 0's port and authenticating there.
 
 If a firewall blocks the port, the run continues without heartbeats.
 """
-
 _MOST_UNPROVEN = 256
 """Maximum number of connections that have not authenticated yet. If there are more, the oldest one is closed."""
-
-_NONCE = re.compile(rb"[0-9a-f]{32}")
-_LONGEST_UNPROVEN, _LONGEST = 1 << 12, 1 << 24
-"""Maximum length of a line in bytes, before and after the connection has authenticated."""
-
-
-@dataclass
-class PeerMachine:
-    """State of another machine of the run, as reported by its agent.
-
-    Attributes:
-        machine: Rank of the machine.
-        unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
-        host: Host name.
-        address: Address of the machine.
-        ranks: Global ranks of the processes on the machine.
-        heard: Time of the machine's last heartbeat, on this process's monotonic clock.
-        is_leaving: Whether the machine has announced its end, or counts as lost.
-        views: States of the machine's ranks (`RankView` as dicts), for the hang watch.
-    """
-
-    machine: int
-    unit: str = "machine"
-    host: str = ""
-    address: str = ""
-    ranks: tuple[int, ...] = ()
-    heard: float = 0.0
-    is_leaving: bool = False
-    views: list[dict[str, Any]] = field(default_factory=list)
-
-    def format_name(self) -> str:
-        """Return this machine's name for messages, with its host and address if they are known."""
-        known = ", ".join(part for part in (f"host {self.host}" if self.host else "", self.address) if part)
-        return f"{self.unit} {self.machine}" + (f" ({known})" if known else "")
-
-    def describe_ranks(self) -> str:
-        """Return a phrase that lists the ranks on this machine. Empty if they are unknown."""
-        if not self.ranks:
-            return ""
-        word = "ranks" if len(self.ranks) > 1 else "rank"
-        return f"; {word} {', '.join(map(str, self.ranks))} {'were' if len(self.ranks) > 1 else 'was'} on it"
-
-
-class _PeerConnection:
-    """Nonblocking connection to another agent, on which each message is one authenticated line of text.
-
-    Args:
-        connection: Socket of the connection.
-        peer: State of the machine at the other end. Incomplete until the machine has authenticated itself.
-        seal: Object that computes and checks HMACs with the run's secret.
-        is_hub: Whether this end is on machine 0.
-
-    Attributes:
-        is_proven: Whether the other end has authenticated itself by sending a line with a valid MAC.
-        begun: Time at which the connection was opened, on this process's monotonic clock.
-        unsent: Bytes that the other end has not accepted yet.
-    """
-
-    def __init__(self, connection: socket.socket, peer: PeerMachine, seal: Seal, is_hub: bool) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.peer = peer
-        self.is_proven = False
-        self.begun = time.monotonic()
-        self._seal = seal
-        self._is_hub = is_hub
-        self._word = secrets.token_hex(16)
-        self._words = ""
-        self._num_said = 0
-        self._num_heard = 0
-        self._rest = b""
-        self.unsent = b""
-        self._send_bytes(self._word.encode() + b"\n")
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
-    def send(self, **content: object) -> None:
-        """Send a message as one line. Machine 0 sends nothing until the other side has authenticated.
-
-        Args:
-            content: Fields of the message. A message without fields is a heartbeat.
-        """
-        if self.is_proven or not self._is_hub:
-            data = json.dumps(content).encode() if content else b""
-            self._send_bytes(self._seal.seal_message(self._describe_line(self._is_hub, self._num_said), data) + b"\n")
-            self._num_said += 1
-
-    def _send_bytes(self, data: bytes) -> None:
-        data = self.unsent + data
-        try:
-            self.unsent = data[self.connection.send(data) :]
-        except BlockingIOError:  # the other side does not read its socket
-            self.unsent = data
-        except OSError:  # the connection is broken, which the next read reports
-            self.unsent = b""
-
-    def _describe_line(self, is_hub: bool, number: int) -> str:
-        return f"line {self._words} {'from' if is_hub else 'to'} the hub {number}"
-
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages received, and whether the connection must be closed.
-
-        It must be closed if the other side has closed it, does not belong to this run, or sent a line that is too long.
-        """
-        try:
-            data = self.connection.recv(65536)
-        except BlockingIOError:
-            return [], False
-        except OSError:
-            return [], True
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = []
-        for line in lines:
-            if not self._words:
-                if not self._accept_nonce(line):
-                    return [], True
-            elif (content := self._open_line(line)) is not None:
-                messages.append(escape_json(json.loads(content or b"{}")))
-            elif not self.is_proven:
-                return [], True
-        is_too_long = len(self._rest) > (_LONGEST if self.is_proven else _LONGEST_UNPROVEN)
-        if is_too_long:
-            self._seal.unsealed_counter.count_message(
-                f"a line of more than {len(self._rest) - 1} bytes from {self._describe_origin()}"
-            )
-        return messages, is_too_long or not data
-
-    def _accept_nonce(self, line: bytes) -> bool:
-        """Accept the random word (nonce) that the other side sends as its first line.
-
-        Returns:
-            Whether the line contains a valid word.
-        """
-        if _NONCE.fullmatch(line) is None:
-            self.note_stranger()
-            return False
-        other = line.decode()
-        self._words = f"{self._word} {other}" if self._is_hub else f"{other} {self._word}"
-        return True
-
-    def _open_line(self, line: bytes) -> bytes | None:
-        content = self._seal.open_message(self._describe_line(not self._is_hub, self._num_heard), line)
-        if content is None:
-            self._seal.unsealed_counter.count_message(f"a line from {self._describe_origin()}")
-            return None
-        self._num_heard += 1
-        self.is_proven = True
-        self.peer.heard = time.monotonic()
-        return content
-
-    def note_stranger(self) -> None:
-        """Count this connection as one that did not authenticate itself."""
-        self._seal.unsealed_counter.count_message(f"a connection from {self._describe_origin()}")
-
-    def _describe_origin(self) -> str:
-        try:
-            return str(self.connection.getpeername()[0])
-        except OSError:
-            return "a connection that is gone"
-
-    def wait_for_nonce(self, seconds: float) -> bool:
-        """Wait for the random word (nonce) that the other side sends as its first line.
-
-        Args:
-            seconds: Maximum time to wait.
-
-        Returns:
-            Whether a valid word has arrived within this time.
-        """
-        self.connection.settimeout(seconds)
-        try:
-            line = self.connection.makefile("rb", buffering=0).readline(33)
-        except OSError:
-            return False
-        finally:
-            self.connection.setblocking(False)
-        return self._accept_nonce(line.rstrip(b"\n"))
 
 
 class PeerMachines:
@@ -230,6 +42,7 @@ class PeerMachines:
         on_loss: Function that is called after `lost` has been set, at most once per start of the ranks. It is called on
             a background thread.
         unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
+            Default: "machine".
 
     Attributes:
         lost: Sentence that names the machine that is lost, or has ended the run after a failure. None if there is none.
@@ -244,7 +57,8 @@ class PeerMachines:
         self._me = PeerMachine(machine, unit, socket.gethostname(), address)
         self._timeout = timeout
         self._on_loss = on_loss
-        self._lines: dict[int, _PeerConnection] = {}
+        # By rank of the machine. Machine 0 does not know it at first, and uses a negative number.
+        self._connections: dict[int, PeerConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._seal: Seal | None = None
@@ -285,21 +99,21 @@ class PeerMachines:
         self._me.ranks = tuple(ranks)
         self.lost = None
         self._seal = seal
-        if self._me.machine and 0 not in self._lines:
+        if self._me.machine and 0 not in self._connections:
             try:
-                connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT)
+                new_socket = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT)
             except OSError as error:
                 return f"machine 0 cannot be reached at {host}:{port} ({error.strerror or error})"
-            line = _PeerConnection(
-                connection, PeerMachine(0, self._me.unit, address=host, heard=time.monotonic()), seal, False
+            connection = PeerConnection(
+                new_socket, PeerMachine(0, self._me.unit, address=host, heard=time.monotonic()), seal, False
             )
-            if not line.wait_for_nonce(_CONNECT_TIMEOUT):
-                connection.close()
+            if not connection.wait_for_nonce(_CONNECT_TIMEOUT):
+                new_socket.close()
                 return f"machine 0 does not answer at {host}:{port}"
-            self._add_connection(line)
+            self._add_connection(connection)
         with self._lock:
-            for line in self._lines.values():
-                self._send_hello(line)
+            for connection in self._connections.values():
+                self._send_hello(connection)
         if self._thread.ident is None:
             self._thread.start()
         return None
@@ -309,12 +123,13 @@ class PeerMachines:
 
         Args:
             why: Failure that ended this machine's ranks, after which the other machines end theirs. Empty if the ranks
-                ended well.
+                ended well. Default: empty.
             exit_code: Exit code of this machine. After a failure, the other machines also end with this exit code.
+                Default: 0.
         """
         with self._lock:
-            for line in self._lines.values():
-                line.send(leaving=True, why=why, exit_code=exit_code)
+            for connection in self._connections.values():
+                connection.send(leaving=True, why=why, exit_code=exit_code)
         self._is_over.set()
 
     def send_views(self, views: list[dict[str, Any]]) -> None:
@@ -323,9 +138,9 @@ class PeerMachines:
         Do nothing if earlier data has not been sent completely.
         """
         with self._lock:
-            for line in self._lines.values():
-                if not line.unsent:
-                    line.send(views=views)
+            for connection in self._connections.values():
+                if not connection.unsent:
+                    connection.send(views=views)
 
     def get_views(self) -> list[dict[str, Any]] | None:
         """Return the latest state of all ranks on other machines (`RankView` as dicts).
@@ -335,29 +150,33 @@ class PeerMachines:
         if self._me.machine:
             return None
         with self._lock:
-            present = [line.peer for line in self._lines.values() if not line.peer.is_leaving]
+            present = [connection.peer for connection in self._connections.values() if not connection.peer.is_leaving]
             return [view for peer in present for view in peer.views]
 
     def find_silent(self, seconds: float = 3 * HEARTBEAT_INTERVAL) -> str | None:
         """Return a sentence that names a machine without recent heartbeats, or None if all machines send them.
 
         Args:
-            seconds: Maximum age of a machine's last heartbeat.
+            seconds: Maximum age of a machine's last heartbeat. Default: three heartbeat intervals.
         """
         now = time.monotonic()
         with self._lock:
-            present = [line.peer for line in self._lines.values() if not line.peer.is_leaving]
-        mute = [peer for peer in present if now - peer.heard > seconds]
-        return _describe_silence(mute[0], now) if mute else None
+            present = [connection.peer for connection in self._connections.values() if not connection.peer.is_leaving]
+        silent = [peer for peer in present if now - peer.heard > seconds]
+        return _describe_silence(silent[0], now) if silent else None
 
-    def _add_connection(self, line: _PeerConnection) -> None:
+    def _add_connection(self, connection: PeerConnection) -> None:
+        """Add a connection, and start to receive its messages. Other machines have only one, to machine 0."""
+        is_hub = self._me.machine == 0
+        key = -connection.fileno() if is_hub else connection.peer.machine
         with self._lock:
-            self._lines[line.peer.machine if self._me.machine else -line.fileno()] = line
-        self._selector.register(line, selectors.EVENT_READ, line)
+            self._connections[key] = connection
+        self._selector.register(connection, selectors.EVENT_READ, connection)
 
-    def _send_hello(self, line: _PeerConnection) -> None:
+    def _send_hello(self, connection: PeerConnection) -> None:
+        """Send this machine's rank, host, address and ranks to another machine."""
         me = self._me
-        line.send(hello={"machine": me.machine, "host": me.host, "address": me.address, "ranks": me.ranks})
+        connection.send(hello={"machine": me.machine, "host": me.host, "address": me.address, "ranks": me.ranks})
 
     def _watch_peers(self) -> None:
         """Receive messages, and once per second check for lost machines and send a heartbeat."""
@@ -377,17 +196,18 @@ class PeerMachines:
             due = now + HEARTBEAT_INTERVAL
             self._close_unproven(now - _CONNECT_TIMEOUT)
             with self._lock:
-                for line in self._lines.values():
-                    line.send()
+                for connection in self._connections.values():
+                    connection.send()
 
     def _accept_connection(self) -> None:
+        """Accept a connection. If too many have not authenticated, the oldest of them is closed first."""
         assert self._listener is not None
         assert self._seal is not None
         with contextlib.suppress(OSError):
-            connection = self._listener.accept()[0]
+            new_socket, _ = self._listener.accept()
             self._close_unproven(-math.inf, _MOST_UNPROVEN - 1)
             self._add_connection(
-                _PeerConnection(connection, PeerMachine(-1, self._me.unit, heard=time.monotonic()), self._seal, True)
+                PeerConnection(new_socket, PeerMachine(-1, self._me.unit, heard=time.monotonic()), self._seal, True)
             )
 
     def _close_unproven(self, since: float, most: int = _MOST_UNPROVEN) -> None:
@@ -396,61 +216,78 @@ class PeerMachines:
         Args:
             since: Connections that were opened before this time are closed.
             most: Maximum number of connections without authentication. If there are more, the oldest are closed.
+                Default: `_MOST_UNPROVEN`.
         """
-        lines = [line for line in self._lines.values() if not line.is_proven and line.peer.machine < 0]
-        for number, line in enumerate(lines):
-            if line.begun < since or number < len(lines) - most:
-                line.note_stranger()
-                self._close_connection(line)
+        unproven = [each for each in self._connections.values() if not each.is_proven and each.peer.machine < 0]
+        num_excess = len(unproven) - most
+        for index, connection in enumerate(unproven):  # the oldest first
+            if connection.open_time < since or index < num_excess:
+                connection.count_stranger()
+                self._close_connection(connection)
 
-    def _receive_messages(self, line: _PeerConnection) -> None:
-        was_proven = line.is_proven
-        messages, is_gone = line.read()
-        if line.is_proven and not was_proven and self._me.machine == 0:
-            self._send_hello(line)
+    def _receive_messages(self, connection: PeerConnection) -> None:
+        """Handle the messages on a connection. Report a loss if it was closed without an announcement."""
+        was_proven = connection.is_proven
+        messages, is_gone = connection.read()
+        if connection.is_proven and not was_proven and self._me.machine == 0:
+            self._send_hello(connection)
         for message in messages:
-            self._handle_message(line, message)
+            self._handle_message(connection, message)
         if is_gone:
-            self._close_connection(line)
-            if line.peer.machine >= 0 and not line.peer.is_leaving:
-                self._report_loss(
-                    f"{line.peer.format_name()} is gone: its launcher ended without a message, so it was killed or the machine "
-                    f"went down{line.peer.describe_ranks()}",
-                    line.peer.machine,
+            self._close_connection(connection)
+            peer = connection.peer
+            if peer.machine >= 0 and not peer.is_leaving:
+                text = (
+                    f"{peer.format_name()} is gone: its launcher ended without a message, so it was killed or the machine "
+                    f"went down{peer.describe_ranks()}"
                 )
+                self._report_loss(text, peer.machine)
 
-    def _handle_message(self, line: _PeerConnection, message: dict[str, Any]) -> None:
+    def _handle_message(self, connection: PeerConnection, message: dict[str, Any]) -> None:
+        """Handle one message: an introduction, states of ranks, an announced end, or the report of a lost machine.
+
+        Args:
+            connection: Connection on which the message has arrived.
+            message: Fields of the message. Without fields it is a heartbeat, and nothing is done.
+        """
         hello = message.get("hello")
         if isinstance(hello, dict):
-            peer = line.peer
+            peer = connection.peer
             peer.machine, peer.host = int(hello["machine"]), str(hello["host"])
             peer.address, peer.ranks = str(hello["address"]), tuple(hello["ranks"])
         elif isinstance(message.get("views"), list):
-            line.peer.views = cast(list[dict[str, Any]], message["views"])
+            connection.peer.views = cast(list[dict[str, Any]], message["views"])
         elif message.get("leaving"):
-            line.peer.is_leaving = True
+            connection.peer.is_leaving = True
             if message.get("why"):
-                text = f"{line.peer.format_name()} has ended the run: {message['why']}"
-                self._report_loss(text, line.peer.machine, message["exit_code"])
+                text = f"{connection.peer.format_name()} has ended the run: {message['why']}"
+                self._report_loss(text, connection.peer.machine, message["exit_code"])
         elif isinstance(message.get("given_up"), str):
-            self._report_loss(f"the other machines went on without this one: {message['given_up']}", line.peer.machine)
+            text = f"the other machines went on without this one: {message['given_up']}"
+            self._report_loss(text, connection.peer.machine)
         elif isinstance(message.get("lost"), str):
             self._report_loss(message["lost"], -1, message["exit_code"])
 
     def _check_silence(self, now: float) -> None:
-        for line in list(self._lines.values()):
-            silence = now - line.peer.heard
-            if silence > self._timeout and not line.peer.is_leaving and line.peer.machine >= 0:
-                line.peer.is_leaving = True  # later messages from this machine, or its end, must change nothing
-                text = _describe_silence(line.peer, now)
-                line.send(given_up=text)
-                self._report_loss(text, line.peer.machine)
+        """Report the loss of machines that have sent no heartbeat for longer than the timeout.
 
-    def _close_connection(self, line: _PeerConnection) -> None:
-        self._selector.unregister(line)
+        Args:
+            now: Current time on this process's monotonic clock.
+        """
+        for connection in list(self._connections.values()):
+            silence = now - connection.peer.heard
+            if silence > self._timeout and not connection.peer.is_leaving and connection.peer.machine >= 0:
+                connection.peer.is_leaving = True  # later messages from this machine, or its end, must change nothing
+                text = _describe_silence(connection.peer, now)
+                connection.send(given_up=text)
+                self._report_loss(text, connection.peer.machine)
+
+    def _close_connection(self, connection: PeerConnection) -> None:
+        """Close a connection, and forget the machine at its other end."""
+        self._selector.unregister(connection)
         with self._lock:
-            self._lines = {key: other for key, other in self._lines.items() if other is not line}
-        line.connection.close()
+            self._connections = {key: other for key, other in self._connections.items() if other is not connection}
+        connection.socket.close()
 
     def _report_loss(self, text: str, machine: int, exit_code: int = 1) -> None:
         """Record that a machine is lost. On the hub, also report it to all other machines.
@@ -459,13 +296,14 @@ class PeerMachines:
             text: Sentence that names the lost machine.
             machine: Rank of the lost machine; -1 if the hub has reported the loss.
             exit_code: Exit code of the run. 0 is replaced by 1, because a run that has lost a machine has failed.
+                Default: 1.
         """
         exit_code = exit_code or 1
         if self._me.machine == 0:
             with self._lock:
-                for line in self._lines.values():
-                    if line.peer.machine != machine:
-                        line.send(lost=text, exit_code=exit_code)
+                for connection in self._connections.values():
+                    if connection.peer.machine != machine:
+                        connection.send(lost=text, exit_code=exit_code)
         if self.lost is None and not self._is_over.is_set():
             self.has_lost_hub = machine == 0
             self.exit_code = exit_code
@@ -474,6 +312,7 @@ class PeerMachines:
 
 
 def _describe_silence(peer: PeerMachine, now: float) -> str:
+    """Return a sentence about a machine that sends no heartbeats, with the ranks on it."""
     return (
         f"{peer.format_name()} has sent no heartbeat for {now - peer.heard:.0f} s: the network connection is cut, or that machine is "
         f"stopped or frozen{peer.describe_ranks()}"

@@ -72,15 +72,15 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def kill_when_stuck(agent: Stoppable, grace: float, usual: float, print_line: Callable[[str], None]) -> None:
+def kill_when_stuck(agent: Stoppable, save_grace: float, end_grace: float, print_line: Callable[[str], None]) -> None:
     """Start a thread that kills the workers and ends this process if a signal has not ended the run after some time.
 
     The thread works even if the main thread waits for a dead machine.
 
     Args:
         agent: Agent whose workers are killed.
-        grace: Seconds between the signal and the kill if the ranks save a checkpoint.
-        usual: Seconds between the signal and the kill if the ranks do not save a checkpoint.
+        save_grace: Seconds between the signal and the kill if the ranks save a checkpoint.
+        end_grace: Seconds between the signal and the kill if the ranks do not save a checkpoint.
         print_line: Function that prints a line.
     """
     receiver, sender = socket.socketpair()
@@ -88,21 +88,26 @@ def kill_when_stuck(agent: Stoppable, grace: float, usual: float, print_line: Ca
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def watch_signals() -> None:
+        """Wait for a signal that ends the run, and after the grace period kill the workers and end this process."""
         # The closure keeps the sender alive; otherwise it would be closed when this function returns.
         while sender.fileno() >= 0 and receiver.recv(1)[0] not in ENDING_SIGNALS:
             pass
         began = time.monotonic()
-        while time.monotonic() - began < (usual if agent.forwarded_signal is None else grace):
+        # `forwarded_signal` is read in each round, because the main thread's handler may set it after this thread woke up.
+        while time.monotonic() - began < (end_grace if agent.forwarded_signal is None else save_grace):
             time.sleep(0.2)
         if agent.forwarded_signal is not None:
             print_line(
-                f"headway: the ranks have not saved within {grace:g} s of {agent.forwarded_signal.name}, and are killed"
+                f"headway: the ranks have not saved within {save_grace:g} s of {agent.forwarded_signal.name}, and are killed"
             )
             if resume_advice := agent.find_resume_advice():
                 print_line(resume_advice)
         agent.kill_workers()
         code = agent.code_when_stuck
-        os._exit(128 + (agent.forwarded_signal or signal.SIGTERM) if code is None else code)
+        if code is None:
+            # Only a forwarded signal is recorded. Any other one is reported as SIGTERM.
+            code = 128 + (agent.forwarded_signal or signal.SIGTERM)
+        os._exit(code)
 
     threading.Thread(target=watch_signals, name="kill-when-stuck", daemon=True).start()
 
@@ -114,7 +119,7 @@ def end_sessions(leaders: Iterable[int], seconds: float = LEFTOVER_GRACE) -> lis
 
     Args:
         leaders: Process IDs of the ranks.
-        seconds: Seconds between SIGTERM and SIGKILL.
+        seconds: Seconds between SIGTERM and SIGKILL. Default: `LEFTOVER_GRACE`.
 
     Returns:
         IDs of the processes that had to be killed after SIGTERM. Always empty on systems other than Linux.

@@ -1,4 +1,4 @@
-"""Files of each rank: its output, the record of its exception, and the pulse, in which the rank records its state."""
+"""Files of each rank: its output, the record of its exception, and its heartbeat file."""
 
 import socket
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from headway.common import env
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.launch.agent.records import RankExit, read_record
 from headway.launch.agent.shared_memory import SharedMemory
-from headway.launch.plan import AgentOrder
+from headway.launch.order import AgentOrder
 from headway.launch.watch.hang_watch import describe_progress
 
 
 class RankFiles(LogsSpecs):
-    """Paths of each rank's files: its output, the record of its exception, and its state (pulse).
+    """Paths of each rank's files: its output, the record of its exception, and its heartbeat file.
 
     In a run that can be restarted, each start of the ranks has its own log folder.
 
@@ -24,9 +24,10 @@ class RankFiles(LogsSpecs):
         memory: Folder in shared memory. Each rank receives its path in an environment variable.
 
     Attributes:
+        memory: Folder in shared memory, as passed to the constructor.
         records: Paths of the exception records by local rank.
-        pulses: Paths of the pulses by local rank.
-        control: Address of the control plane, encoded for the workers.
+        heartbeats: Paths of the heartbeat files by local rank.
+        control: Address of the control plane, encoded for the workers. Empty before the first rendezvous.
     """
 
     def __init__(self, order: AgentOrder, scratch: Path, memory: SharedMemory) -> None:
@@ -35,7 +36,7 @@ class RankFiles(LogsSpecs):
         self._order = order
         self._scratch = scratch
         self.records: dict[int, Path] = {}
-        self.pulses: dict[int, Path] = {}
+        self.heartbeats: dict[int, Path] = {}
         self.control = ""
         self._logs: dict[int, str] = {}
 
@@ -52,33 +53,33 @@ class RankFiles(LogsSpecs):
         Args:
             envs: Environment variables of each rank by local rank; changed in place.
         """
-        attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
-        folder = Path(self.root_log_dir, "" if self._order.max_restarts == 0 else f"attempt{attempt}")
+        restart = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
+        folder = Path(self.root_log_dir)
+        if self._order.max_restarts > 0:
+            folder /= f"attempt{restart}"
         folder.mkdir(parents=True, exist_ok=True)
         logs: dict[int, str] = {}
         self.records = {}
         for local_rank, variables in envs.items():
             logs[local_rank] = str(folder / f"rank{variables['RANK']}.log")
-            record = self._scratch / f"rank{variables['RANK']}-attempt{attempt}.json"
-            self.records[local_rank] = record
-            variables["TORCHELASTIC_ERROR_FILE"] = str(record)
+            self.records[local_rank] = self._scratch / f"rank{variables['RANK']}-attempt{restart}.json"
+            self.heartbeats[local_rank] = self.records[local_rank].with_suffix(".pulse")
+            heartbeat_file.create_file(self.heartbeats[local_rank])
+            variables["TORCHELASTIC_ERROR_FILE"] = str(self.records[local_rank])
             variables.update(self._order.variables)
             variables[env.CONTROL] = self.control
             variables[env.MEMORY] = self.memory.folder
-            self.pulses[local_rank] = record.with_suffix(".pulse")
-            pulse.create_pulse(self.pulses[local_rank])
-            variables[pulse.VARIABLE] = str(self.pulses[local_rank])
+            variables[heartbeat_file.VARIABLE] = str(self.heartbeats[local_rank])
         screen = dict.fromkeys(envs, "")
-        tee = self._order.tee
-        stdouts = logs if tee in "13" and tee != "0" else screen
         # With "3" a worker redirects stderr to its stdout, so that one file contains both in order.
-        stderrs = logs if tee == "2" else screen
-        self._logs = logs if tee != "0" else {}
+        logs_stdout = self._order.tee in ("1", "3")
+        logs_stderr = self._order.tee == "2"
+        self._logs = logs if logs_stdout or logs_stderr else {}
         return LogsDest(
-            stdouts=stdouts,
-            stderrs=stderrs,
-            tee_stdouts=logs if stdouts is logs else {},
-            tee_stderrs=logs if stderrs is logs else {},
+            stdouts=logs if logs_stdout else screen,
+            stderrs=logs if logs_stderr else screen,
+            tee_stdouts=logs if logs_stdout else {},
+            tee_stderrs=logs if logs_stderr else {},
             error_files={local_rank: str(path) for local_rank, path in self.records.items()},
         )
 
@@ -95,14 +96,21 @@ class RankFiles(LogsSpecs):
             code: Exit code. None if the agent ended the rank because the run was over.
         """
         path = self.records[local_rank]
-        record, crash = read_record(path), Path(f"{path}.fault")
-        has_crashed = code is not None and code < 0 and crash.exists()
+        record = read_record(path)
         if record is None and not code:
             return None
         if record is not None and local_rank in self._logs:
             with open(self._logs[local_rank], "a") as log:
                 log.write(record.trace)
-        text, when = (crash.read_text(), crash.stat().st_mtime) if has_crashed else ("", 0.0)
+        fault_file = Path(f"{path}.fault")  # in which faulthandler writes the stack at a crash
+        has_crashed = code is not None and code < 0 and fault_file.exists()
         return RankExit(
-            rank, socket.gethostname(), pid, code, record, text, when, describe_progress(self.pulses[local_rank])
+            rank,
+            socket.gethostname(),
+            pid,
+            code,
+            record,
+            crash=fault_file.read_text() if has_crashed else "",
+            crashed_at=fault_file.stat().st_mtime if has_crashed else 0.0,
+            progress=describe_progress(self.heartbeats[local_rank]),
         )

@@ -93,32 +93,38 @@ class RankExit:
 
     @property
     def sort_key(self) -> tuple[int, float, int]:
-        """Sort key of failures: causes before consequences, and earlier failures before later ones.
+        """Sort key of failures, as a tuple (priority, time in seconds since the epoch, rank).
 
-        Ranks that SIGKILL has ended come first.
+        Causes come before consequences, and earlier failures before later ones. Ranks that SIGKILL has ended come first.
         """
+        killed, cause, plain_exit, consequence, ended = range(5)  # priorities
         code = self.exit_code
         if code == -signal.SIGKILL:
-            return (0, 0.0, self.rank)
+            return (killed, 0.0, self.rank)
         if self.record is not None and not self.record.is_consequence:
-            return (1, self.record.at, self.rank)
+            return (cause, self.record.at, self.rank)
         if code is not None and code < 0:
             # A crash after a recorded exception happened during cleanup. A crash without a record is a cause.
-            return (1 if self.record is None else 3, self.crashed_at, self.rank)
+            return (cause if self.record is None else consequence, self.crashed_at, self.rank)
         if self.record is None:
-            return (2 if code else 4, 0.0, self.rank)
-        return (3, self.record.at, self.rank)
+            return (plain_exit if code else ended, 0.0, self.rank)
+        return (consequence, self.record.at, self.rank)
+
+    @property
+    def was_ended_by_agent(self) -> bool:
+        """Whether the agent ended the rank because the run was over, before the rank recorded an exception."""
+        return self.record is None and self.exit_code is None
 
     def describe(self) -> str:
         """Return a short description of how the rank ended."""
         if self.record is not None:
-            return f"{self.record.kind}: {(remove_backend_noise(self.record.text).splitlines() or [''])[0]}".rstrip(
-                ": "
-            )
+            lines = remove_backend_noise(self.record.text).splitlines()
+            first_line = lines[0] if lines else ""
+            return f"{self.record.kind}: {first_line}".rstrip(": ")
         if self.exit_code is None:
             return "ended by the launcher"
         if self.exit_code < 0:
-            return f"ended by {_signal_name(-self.exit_code)}"
+            return f"ended by {_get_signal_name(-self.exit_code)}"
         return f"ended with exit code {self.exit_code}"
 
 
@@ -175,7 +181,8 @@ def read_record(path: Path) -> ExceptionRecord | None:
     return ExceptionRecord(kind, text, "", str(extra.get("py_callstack", "")), float(extra.get("timestamp", 0)))
 
 
-def _signal_name(number: int) -> str:
+def _get_signal_name(number: int) -> str:
+    """Return the name of a signal, such as "SIGKILL", or "signal N" if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -28,7 +28,7 @@ from headway.errors import LaunchError
 from headway.launch.agent.arrival import RendezvousWatch, wait_for_all, wait_for_host
 from headway.launch.agent.ports import describe_taken_port, is_port_taken
 from headway.launch.agent.rendezvous_wait import RendezvousWait, call_in_time
-from headway.launch.plan import AgentOrder
+from headway.launch.order import AgentOrder
 
 T = TypeVar("T")
 
@@ -121,7 +121,10 @@ class LocalRendezvous(_SingleRendezvous):
 
 def find_host(order: AgentOrder) -> str:
     """Return the host of the rendezvous; in a run on one machine, the loopback address."""
-    return LOOPBACK if not order.endpoint else str(parse_rendezvous_endpoint(order.endpoint, default_port=-1)[0])
+    if not order.endpoint:
+        return LOOPBACK
+    host, _ = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
+    return str(host)
 
 
 def use_interface(order: AgentOrder) -> None:
@@ -226,6 +229,11 @@ class _SealedBackend(C10dRendezvousBackend):
         return None if found is None else (self._open_state(found[0]), *found[1:])
 
     def _open_state(self, sealed: bytes) -> bytes:
+        """Return the state of the rendezvous after checking its HMAC.
+
+        Raises:
+            LaunchError: If the HMAC is not valid.
+        """
         state = self._seal.open_message(STORE_NAME, sealed)
         if state is None:
             raise LaunchError(
@@ -323,17 +331,26 @@ def create_handler_for(order: AgentOrder, print_line: Callable[[str], None], sea
 
 
 def _create_torch_handler(order: AgentOrder, print_line: Callable[[str], None], seal: Seal) -> RendezvousHandler:
+    """Return the handler of torch's dynamic rendezvous (c10d), whose state is sealed with the user's secret.
+
+    Args:
+        order: Instructions from the launcher for the agent.
+        print_line: Function that prints a line for the user.
+        seal: Object that computes and checks HMACs with the user's secret.
+
+    Raises:
+        LaunchError: If the store of the rendezvous cannot be reached in time.
+    """
     seconds = int(min(read_time_to_meet(order), _INFINITE_SECONDS))
-    conf: dict[str, Any] = {"join_timeout": seconds, **order.conf, "rank": order.machine_rank}
-    # By default torch compares host names, which gives a wrong answer on many clusters.
-    conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": LAST_CALL_TIMEOUT, **conf}
+    defaults: dict[str, Any] = {
+        "join_timeout": seconds,
+        "last_call_timeout": LAST_CALL_TIMEOUT,
+        # By default torch compares host names, which gives a wrong answer on many clusters.
+        "is_host": str(order.machine_rank == 0).lower(),
+    }
     if order.min_machines < order.num_machines:
-        conf = {
-            **conf,
-            "last_call_timeout": LATE_JOIN_TIMEOUT,
-            "keep_alive_interval": KEEP_ALIVE_INTERVAL,
-            **order.conf,
-        }
+        defaults |= {"last_call_timeout": LATE_JOIN_TIMEOUT, "keep_alive_interval": KEEP_ALIVE_INTERVAL}
+    conf = {**defaults, **order.conf, "rank": order.machine_rank}
     parameters = RendezvousParameters(
         order.backend,
         order.endpoint,
@@ -346,8 +363,9 @@ def _create_torch_handler(order: AgentOrder, print_line: Callable[[str], None], 
     waiting = create_wait(order, print_line)
 
     def make_handler() -> RendezvousHandler:
-        is_host, seconds_a_call = parameters.get_as_bool("is_host"), parameters.get_as_int("read_timeout", 60)
-        store = _open_store(order, bool(is_host), float(seconds_a_call or 60))
+        is_host = bool(parameters.get_as_bool("is_host"))
+        read_timeout = parameters.get_as_int("read_timeout", 60) or 60
+        store = _open_store(order, is_host, float(read_timeout))
         return create_handler(store, _SealedBackend(store, order.run_id, seal), parameters)
 
     return _connect_in_time(order, waiting, make_handler)

@@ -28,7 +28,7 @@ class RendezvousWait:
         print_line: Function that prints a line.
         seconds: Seconds until the deadline; infinite for no deadline.
         setting: Setting that determines the deadline, such as "--timeout".
-        is_quiet: Whether to print nothing, because another process prints to the same screen.
+        is_quiet: Whether to print nothing, because another process prints to the same screen. Default: False.
 
     Attributes:
         has_printed: Whether a message has been printed.
@@ -62,6 +62,11 @@ class RendezvousWait:
         self._print_line(f"headway: {what}, {self._describe_end(waited)}")
 
     def _describe_end(self, waited: float) -> str:
+        """Return a phrase that names the end of the wait.
+
+        Args:
+            waited: Seconds since the wait began.
+        """
         if math.isinf(self.seconds):
             return f"for as long as it takes ({self.setting})"
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() + self.seconds - waited))

@@ -22,7 +22,7 @@ class SharedMemory:
     The constructor removes this user's folders that were left by killed agents.
 
     Args:
-        root: Existing folder of an in-memory file system, in which the folder is created.
+        root: Existing folder of an in-memory file system, in which the folder is created. Default: /dev/shm.
 
     Attributes:
         folder: Path of the folder. Empty if the system has no shared memory.
@@ -30,16 +30,16 @@ class SharedMemory:
 
     def __init__(self, root: Path = _ROOT) -> None:
         self.folder = ""
-        self._lock = -1
+        self._lock = -1  # file descriptor of the folder, which holds the lock
         with suppress(OSError):
-            for left in root.glob(f"{_PREFIX}*"):
-                _remove_leftover(left)
+            for leftover in root.glob(f"{_PREFIX}*"):
+                _remove_leftover(leftover)
             while not self.folder:
-                made = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
-                self._lock = os.open(made, os.O_RDONLY)
+                new_folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+                self._lock = os.open(new_folder, os.O_RDONLY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-                if os.path.isdir(made):  # otherwise another agent has just removed it as a leftover
-                    self.folder = made
+                if os.path.isdir(new_folder):  # otherwise another agent has just removed it as a leftover
+                    self.folder = new_folder
 
     def remove(self) -> None:
         """Remove the folder and free its memory at the end of the run."""
@@ -52,10 +52,10 @@ class SharedMemory:
 def _remove_leftover(folder: Path) -> None:
     """Remove a folder of this user that no agent has locked."""
     with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            if os.fstat(handle).st_uid == os.getuid():
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_uid == os.getuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an OSError if an agent holds the lock
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
-            os.close(handle)
+            os.close(descriptor)

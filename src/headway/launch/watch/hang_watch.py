@@ -1,18 +1,12 @@
-"""The hang watch, which reads the ranks' pulses, diagnoses a hang and reports the missing ranks.
+"""The hang watch of the launcher's agent, a thread that finds ranks that hang, and the ranks that they wait for.
 
-A pulse is a file that a rank updates with its heartbeat, its stack and the collective in which it waits.
-
-With the launcher's agent, `HangWatch` is a thread of the agent that watches one machine and does not import torch.
-It only reads mapped files and /proc, so it can locate a rank that does not respond. Before it reports a hang, it
+A rank writes to its heartbeat file the time of each heartbeat, its stack and the collective in which it waits. The
+thread only reads mapped files and /proc, so it can locate a rank that does not respond. Before it reports a hang, it
 requests live stacks from the ranks with a signal whose handler runs even while a rank executes C code.
 
-Without an agent (torchrun, a cluster's tasks), `PeerWatch` runs in each process, and ranks query one another. A rank
-that has waited in a collective for longer than the timeout sends a request over the control plane. Every rank that can
-still respond sends its state (`RankView`). The requesting rank diagnoses the hang and ends the run. If a rank does not
-respond, nothing else is known about this rank, because only the launcher's agent can inspect a rank from outside.
+Without an agent, `peer_watch` does this work in each rank.
 """
 
-import json
 import math
 import os
 import threading
@@ -20,18 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.core.runtime import heartbeat, process, pulse
-from headway.core.runtime.control_plane.control import Control, current
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime.heartbeat import STACK_DUMP_SIGNAL
-from headway.errors import ControlPlaneError
 from headway.launch.watch import judge, report, stacks
 from headway.launch.watch.judge import HangDiagnosis
 from headway.launch.watch.views import RankView, decode_view, encode_view, make_view
-from headway.log import get_logger
 
 GRACE = 4
 """Seconds that ranks have to end after a hang has been diagnosed."""
@@ -68,27 +58,27 @@ class ObservedRank:
     Attributes:
         rank: Global rank.
         pid: Process ID.
-        path: File in which the rank records its state (its pulse).
+        path: Heartbeat file of the rank.
         exit_code: Exit code. None while the rank runs.
-        reader: Reader of the rank's pulse file. None before the first check.
-        num_written: Bytes that the rank has written to files, except stacks that the agent requested. -1 before the
-            first check.
-        written: Time of the last check that found new bytes.
-        excused: Latest time at which the rank had a valid reason to keep other ranks waiting.
-        cpu: CPU seconds that the process had used at the time `active`. -1.0 before the first check.
-        active: Time of the last check that found CPU use or new bytes.
+        reader: Reader of the rank's heartbeat file. None before the first check.
+        num_bytes_written: Bytes that the rank has written to files, except stacks that the agent requested. -1 before
+            the first check.
+        last_write: Time of the last check that found new bytes.
+        last_excuse: Latest time at which the rank had a valid reason to keep other ranks waiting.
+        cpu_seconds: CPU seconds that the process had used at the time `last_activity`. -1.0 before the first check.
+        last_activity: Time of the last check that found CPU use or new bytes.
     """
 
     rank: int
     pid: int
     path: Path
     exit_code: int | None = None
-    reader: pulse.HeartbeatFile | None = None
-    num_written: int = -1
-    written: float = -math.inf
-    excused: float = -math.inf
-    cpu: float = -1.0
-    active: float = -math.inf
+    reader: heartbeat_file.HeartbeatFile | None = None
+    num_bytes_written: int = -1
+    last_write: float = -math.inf
+    last_excuse: float = -math.inf
+    cpu_seconds: float = -1.0
+    last_activity: float = -math.inf
 
     def update_activity(self, now: float) -> None:
         """Record whether the rank has used the CPU or written files since the last check.
@@ -96,14 +86,18 @@ class ObservedRank:
         Args:
             now: Current time on the monotonic clock.
         """
-        num_written, cpu = _count_bytes_written(self.pid, self.path), _read_cpu_seconds(self.pid)
-        if num_written > self.num_written:
-            self.num_written = num_written
-            self.written = now
+        num_bytes_written = _count_bytes_written(self.pid, self.path)
+        has_written = num_bytes_written > self.num_bytes_written
+        if has_written:
+            self.num_bytes_written = num_bytes_written
+            self.last_write = now
+        cpu_seconds = _read_cpu_seconds(self.pid)
         # Threads that only check a clock from time to time do not count as active.
-        if self.cpu < 0 or cpu - self.cpu > 0.05 + _ACTIVE_CPU_FRACTION * (now - self.active) or self.written == now:
-            self.cpu = cpu
-            self.active = now
+        idle_cpu_seconds = 0.05 + _ACTIVE_CPU_FRACTION * (now - self.last_activity)
+        has_computed = self.cpu_seconds < 0 or cpu_seconds - self.cpu_seconds > idle_cpu_seconds
+        if has_computed or has_written:
+            self.cpu_seconds = cpu_seconds
+            self.last_activity = now
 
 
 @dataclass(frozen=True)
@@ -122,22 +116,22 @@ class DiagnosedHang:
 class HangWatch:
     """Detector of ranks that hang in a collective, whose checkpoint writes are blocked, or whose processes do not end.
 
-    The launcher's agent on each machine runs one such detector, which keeps running when all processes are
-    restarted. Each start of the processes is one attempt.
+    The launcher's agent on each machine runs one such detector. Its thread keeps running when all processes are
+    restarted.
 
     Args:
-        timeout: Seconds that a rank may be missing from a collective. If 0, ranks are not watched.
+        timeout: Seconds that a rank may be missing from a collective. If 0, nothing is watched.
         print_line: Function that prints a line for the user.
         machines: Connections to the agents of the other machines. None on a single machine.
 
     Attributes:
-        found: Diagnosed hang of the current attempt, or None.
+        found: Diagnosed hang since the processes were last started, or None.
     """
 
     def __init__(
         self, timeout: float, print_line: Callable[[str], None], machines: MachineConnections | None = None
     ) -> None:
-        self._given = timeout
+        self._launch_timeout = timeout
         self._timeout = timeout
         self._print_line = print_line
         self._machines = machines
@@ -147,7 +141,7 @@ class HangWatch:
         self._thread: threading.Thread | None = None
         self.found: DiagnosedHang | None = None
 
-    def begin_attempt(self, workers: Sequence[ObservedRank], world_size: int) -> None:
+    def watch_ranks(self, workers: Sequence[ObservedRank], world_size: int) -> None:
         """Start watching the ranks after all of them have been started or restarted.
 
         Args:
@@ -167,11 +161,15 @@ class HangWatch:
         for worker in self._workers:
             worker.exit_code = codes.get(worker.rank)
 
-    def end_attempt(self) -> None:
+    def release_ranks(self) -> None:
         """Stop watching until the ranks are started again."""
         self._workers = ()
 
     def _run(self) -> None:
+        """Check the ranks at regular intervals, except after a hang was found and before the ranks are started again.
+
+        The watch's thread runs this method, which never returns.
+        """
         interval = min(1.0, self._timeout / 8)
         while True:
             time.sleep(interval)
@@ -179,48 +177,61 @@ class HangWatch:
                 self._check_ranks(self._workers)
 
     def _check_ranks(self, workers: tuple[ObservedRank, ...]) -> None:
-        views = [self._read_view(worker) for worker in workers]
-        everywhere = list(views)
-        self._report_lingering_ranks(workers, views)
+        """Read the state of the ranks once, and record the diagnosis in `found` if the run hangs or does not end.
+
+        In a run on several machines, only machine 0 diagnoses. The others send it the state of their ranks.
+
+        Args:
+            workers: Ranks of this machine.
+        """
+        own_views = [self._read_view(worker) for worker in workers]
+        remote_views: list[RankView] = []
+        self._report_lingering_ranks(workers, own_views)
         if self._machines is not None:
-            others = self._machines.get_views()
-            if others is None:
-                self._machines.send_views([encode_view(view) for view in views])
+            received = self._machines.get_views()
+            if received is None:
+                self._machines.send_views([encode_view(view) for view in own_views])
                 return
-            everywhere += [decode_view(content) for content in others]
+            remote_views = [decode_view(content) for content in received]
+        all_views = [*own_views, *remote_views]
         # A timeout that the script sets has priority over that of the command line.
-        self._timeout = max((view.timeout for view in everywhere if view.timeout), default=self._given)
-        elsewhere = everywhere[len(views) :]
-        if self._world_size and judge.diagnose_lingering(everywhere, self._timeout, self._world_size) is not None:
-            dumps = _dump_stacks(workers, views, of_ended=True)
-            views = [*_use_any_stack(views, dumps), *elsewhere]
-            verdict = judge.diagnose_lingering(views, self._timeout, self._world_size)
-        elif len(everywhere) < self._world_size or judge.diagnose_hang(everywhere, self._timeout) is None:
-            self._report_missing_ranks(everywhere)
+        self._timeout = max((view.timeout for view in all_views if view.timeout), default=self._launch_timeout)
+        if self._world_size and judge.diagnose_lingering(all_views, self._timeout, self._world_size) is not None:
+            dumps = _dump_stacks(workers, own_views, of_ended=True)
+            all_views = [*_use_any_stack(own_views, dumps), *remote_views]
+            verdict = judge.diagnose_lingering(all_views, self._timeout, self._world_size)
+        elif len(all_views) < self._world_size or judge.diagnose_hang(all_views, self._timeout) is None:
+            self._report_missing_ranks(all_views)
             return
         else:
-            dumps = _dump_stacks(workers, views)
+            dumps = _dump_stacks(workers, own_views)
             # Judge again, because ranks that were only late might have arrived in the meantime.
-            views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
-            verdict = judge.diagnose_hang([*views, *elsewhere], self._timeout)
-        if verdict is not None and workers == self._workers:
+            own_views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
+            verdict = judge.diagnose_hang([*own_views, *remote_views], self._timeout)
+        has_restarted = workers != self._workers
+        if verdict is not None and not has_restarted:
             self.found = DiagnosedHang(verdict, dumps)
 
     def _report_lingering_ranks(self, workers: tuple[ObservedRank, ...], views: Sequence[RankView]) -> None:
         """Print which processes keep running after their scripts have ended, and the code that each one executes.
 
         Each process is reported only once.
+
+        Args:
+            workers: Ranks of this machine.
+            views: State of each of these ranks, in the same order.
         """
-        found = [
-            view
-            for view in views
+        lingering = [
+            (worker, view)
+            for worker, view in zip(workers, views)
             if view.has_ended and view.exit_code is None and view.phase_age > _LINGERING_REPORT_DELAY
         ]
-        found = [view for view in found if (view.rank, _LINGERS) not in self._reported]
-        if not found:
+        unreported = [(worker, view) for worker, view in lingering if (view.rank, _LINGERS) not in self._reported]
+        if not unreported:
             return
-        late = [worker for worker in workers if worker.rank in {view.rank for view in found}]
-        for view in _use_any_stack(found, _dump_stacks(late, found, of_ended=True)):
+        late_workers = [worker for worker, _ in unreported]
+        late_views = [view for _, view in unreported]
+        for view in _use_any_stack(late_views, _dump_stacks(late_workers, late_views, of_ended=True)):
             self._reported.add((view.rank, _LINGERS))
             self._print_line(f"headway: {report.describe_lateness(view)}. The run waits for it")
 
@@ -235,14 +246,15 @@ class HangWatch:
         """
         now = time.monotonic()
         for worker in self._workers:
-            if worker.rank == rank and worker.reader is not None and worker.active > -math.inf:
+            if worker.rank == rank and worker.reader is not None and worker.last_activity > -math.inf:
                 view = make_view(rank, worker.reader.read(), now)
-                return view.has_ended and min(view.phase_age, now - worker.active) > seconds
+                return view.has_ended and min(view.phase_age, now - worker.last_activity) > seconds
         return False
 
     def _read_view(self, worker: ObservedRank) -> RankView:
+        """Return the state of a rank of this machine, from its heartbeat file and from the kernel."""
         if worker.reader is None:
-            worker.reader = pulse.HeartbeatFile(worker.path, is_writer=False)
+            worker.reader = heartbeat_file.HeartbeatFile(worker.path, is_writer=False)
         now = time.monotonic()
         worker.update_activity(now)
         view = make_view(worker.rank, worker.reader.read(), now)
@@ -251,14 +263,15 @@ class HangWatch:
             pid=worker.pid,
             exit_code=worker.exit_code,
             state=_read_stat_fields(worker.pid)[0],
-            writing_age=now - worker.written,
-            idle_age=now - worker.active,
+            writing_age=now - worker.last_write,
+            idle_age=now - worker.last_activity,
         )
         reason = judge.find_excuse(view, self._timeout)
         if reason:
             # A write excuses the rank until the last byte was written, not for a further timeout after that.
-            worker.excused = max(worker.excused, worker.written) if judge.is_writing(view) else now
-        return replace(view, excused_age=now - worker.excused)
+            excuse_time = worker.last_write if judge.is_writing(view) else now
+            worker.last_excuse = max(worker.last_excuse, excuse_time)
+        return replace(view, excused_age=now - worker.last_excuse)
 
     def _report_missing_ranks(self, views: Sequence[RankView]) -> None:
         """Print which ranks cannot write their checkpoints, and which ranks keep others waiting in a debugger.
@@ -268,7 +281,7 @@ class HangWatch:
         Args:
             views: State of all ranks.
         """
-        writing = [view for view in views if judge.is_stuck_writing(view, -1.0)]
+        writing = [view for view in views if judge.is_stuck_writing(view, -1.0)]  # for any time
         stuck = [view for view in writing if judge.is_stuck_writing(view, self._timeout)]
         if len(stuck) == len(writing) and any((view.rank, _SILENT) not in self._reported for view in stuck):
             self._reported |= {(view.rank, _SILENT) for view in stuck}
@@ -289,10 +302,12 @@ def describe_progress(path: Path) -> str:
     """Return the progress of training that a rank has recorded, as text. Empty if it has recorded none.
 
     Args:
-        path: Path of the pulse file, in which the rank records its state.
+        path: Path of the rank's heartbeat file.
     """
-    reading = pulse.HeartbeatFile(path, is_writer=False).read()
-    return f"update {reading.update}, micro-step {reading.micro_step}" if reading.update or reading.micro_step else ""
+    reading = heartbeat_file.read_file(path)
+    if not reading.update and not reading.micro_step:
+        return ""
+    return f"update {reading.update}, micro-step {reading.micro_step}"
 
 
 def _dump_stacks(
@@ -308,23 +323,29 @@ def _dump_stacks(
         of_ended: Whether to also request stacks from ranks whose scripts have ended while their processes still run.
             Default: False.
     """
-    started: dict[int, tuple[Path, int]] = {}
+    if STACK_DUMP_SIGNAL is None:
+        return {}
+    # Each rank appends its stacks to its own file. The size before the request shows where the new text begins.
+    files: dict[int, tuple[Path, int]] = {}  # path and former size, by rank
     for worker, view in zip(workers, views):
-        path = Path(f"{worker.path}.stacks")
         note = worker.reader.read().note if worker.reader is not None else {}
+        has_handler = bool(note.get("live"))
         is_over = view.exit_code is not None or (view.has_ended and not of_ended)
-        if STACK_DUMP_SIGNAL is None or not note.get("live") or is_over or view.state in "TtZ":
+        # `in` is also true for the empty text of an unknown state.
+        if not has_handler or is_over or view.state in "TtZ":
             continue
+        path = Path(f"{worker.path}.stacks")
         with suppress(OSError):
-            started[worker.rank] = (path, path.stat().st_size)
+            files[worker.rank] = (path, path.stat().st_size)
             os.kill(view.pid, STACK_DUMP_SIGNAL)
-    time.sleep(_STACK_DUMP_TIMEOUT if started else 0.0)
-    found = {}
-    for rank, (path, size) in started.items():
+    if files:
+        time.sleep(_STACK_DUMP_TIMEOUT)
+    dumps = {}
+    for rank, (path, former_size) in files.items():
         with suppress(OSError), open(path) as file:
-            file.seek(size)
-            found[rank] = file.read()
-    return found
+            file.seek(former_size)
+            dumps[rank] = file.read()
+    return dumps
 
 
 def _use_live_stack(view: RankView, dump: str) -> RankView:
@@ -332,13 +353,13 @@ def _use_live_stack(view: RankView, dump: str) -> RankView:
 
     The state is returned unchanged if the rank responds, or if `dump` contains no complete stack.
     """
-    live = stacks.parse_main_stack(dump)
-    if not live or not view.is_mute:
+    frames = stacks.parse_main_stack(dump)
+    if not frames or not view.is_mute:
         return view
-    has_moved = stacks.select_user_frames(live)[:1] != stacks.select_user_frames(view.frames)[:1]
-    return replace(
-        view, frames=tuple(live), frames_age=0.0, still_age=view.beat_age or 0.0 if has_moved else view.still_age
-    )
+    still_age = view.still_age
+    if stacks.select_user_frames(frames)[:1] != stacks.select_user_frames(view.frames)[:1]:
+        still_age = view.beat_age or 0.0  # the rank has moved since its last heartbeat
+    return replace(view, frames=tuple(frames), frames_age=0.0, still_age=still_age)
 
 
 def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[RankView]:
@@ -351,14 +372,16 @@ def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[
         views: States of the ranks.
         dumps: Output of faulthandler with the stacks of all threads, by rank.
     """
-    found = []
+    updated_views = []
     for view in views:
-        threads = stacks.parse_stacks(dumps.get(view.rank, ""))[::-1]
-        frames = next(
-            (thread for thread in threads if stacks.select_user_frames(thread)), threads[0] if threads else view.frames
-        )
-        found.append(replace(view, frames=tuple(frames), frames_age=0.0) if threads else view)
-    return found
+        threads = stacks.parse_stacks(dumps.get(view.rank, ""))[::-1]  # the main thread first
+        if not threads:
+            updated_views.append(view)
+            continue
+        in_user_code = [frames for frames in threads if stacks.select_user_frames(frames)]
+        frames = in_user_code[0] if in_user_code else threads[0]
+        updated_views.append(replace(view, frames=tuple(frames), frames_age=0.0))
+    return updated_views
 
 
 def _count_bytes_written(pid: int, path: Path) -> int:
@@ -368,7 +391,7 @@ def _count_bytes_written(pid: int, path: Path) -> int:
 
     Args:
         pid: Process ID.
-        path: Pulse file of the rank. The stacks are in a file next to it.
+        path: Heartbeat file of the rank. The stacks are in a file next to it.
     """
     try:
         with open(f"/proc/{pid}/io") as file:
@@ -395,103 +418,3 @@ def _read_stat_fields(pid: int) -> list[str]:
         if fields := file.read().rpartition(")")[2].split():
             return fields
     return ["", *("0" for _ in range(12))]
-
-
-_ANSWER_TIMEOUT = 4.0
-"""Seconds that other ranks have to send their state."""
-
-_REQUEST_KEY = "hang/asked"
-
-log = get_logger(__name__)
-
-
-class PeerWatch:
-    """Hang watch of one process without the launcher's agent. The watch ends when the control plane is gone.
-
-    Args:
-        control: Control plane that connects the ranks.
-        timeout: Seconds that a rank may be missing from a collective.
-    """
-
-    def __init__(self, control: Control, timeout: float) -> None:
-        self._control = control
-        self._timeout = timeout
-        self._round = 0
-        self._excused = -math.inf
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="headway-watch", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread that watches this process."""
-        heartbeat.start_heartbeat()
-        heartbeat.stop_before_shutdown(self.stop)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread before the interpreter shuts down."""
-        self._over.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_ANSWER_TIMEOUT + 2)
-
-    def _run(self) -> None:
-        interval = min(2.0, max(0.2, self._timeout / 8))
-        while not self._over.wait(interval):
-            try:
-                self._check_ranks()
-            except (ControlPlaneError, RuntimeError) as error:  # the control plane's host is gone (DistError)
-                if not self._over.is_set():
-                    log.info("the hang watch ends with the control plane: %s", str(error).splitlines()[0])
-                return
-
-    def _check_ranks(self) -> None:
-        me = self._read_view()
-        if self._control.has_key(f"{_REQUEST_KEY}/{self._round}"):
-            self._post_view(me)
-        elif me.wait is not None and (me.wait.age or 0.0) > self._timeout:
-            asked = self._round
-            self._control.set(f"{_REQUEST_KEY}/{asked}", b"")
-            self._post_view(me)
-            self._judge_hang(asked)
-
-    def _post_view(self, me: RankView) -> None:
-        self._control.set(f"hang/{self._round}/{me.rank}", json.dumps(encode_view(me)).encode())
-        self._round += 1
-
-    def _judge_hang(self, asked: int) -> None:
-        views = []
-        deadline = time.monotonic() + _ANSWER_TIMEOUT
-        for rank in range(self._control.world_size):
-            key = f"hang/{asked}/{rank}"
-            while not self._control.has_key(key) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            is_there = self._control.has_key(key)
-            content = self._control.get(key, timedelta(seconds=5)) if is_there else b""
-            views.append(decode_view(json.loads(content)) if is_there else RankView(rank, state="?"))
-        verdict = judge.diagnose_hang(views, self._timeout)
-        if verdict is not None and not self._over.is_set():
-            self._control.abort(report.format_report(verdict))
-
-    def _read_view(self) -> RankView:
-        """Return the state of this process as a `RankView`.
-
-        A debugger or a file write is a valid reason to keep other ranks waiting. The `excused_age` in the state is the
-        time since the process last had such a reason. The other ranks report this rank as missing only if `excused_age`
-        also exceeds the timeout.
-        """
-        now = time.monotonic()
-        view = make_view(self._control.rank, pulse.get_own_pulse().read(), now)
-        if judge.find_excuse(view, self._timeout):
-            self._excused = now
-        return replace(view, excused_age=now - self._excused)
-
-
-def _create_process_watch() -> PeerWatch:
-    return PeerWatch(current(), process.current().timeout.total_seconds())
-
-
-def start(runtime: process.ProcessRuntime) -> None:
-    """Start the hang watch of this process, unless it is already running. It ends with the process runtime."""
-    if not runtime.scope.has(_create_process_watch):
-        watch = runtime.scope.get_or_create(_create_process_watch)
-        watch.start()
-        process.release_at_end(watch.stop)

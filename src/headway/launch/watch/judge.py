@@ -10,6 +10,7 @@ machines can be compared.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headway.common.callsite import Frame
 from headway.launch.watch import stacks
@@ -60,45 +61,72 @@ def diagnose_hang(views: Sequence[RankView], timeout: float, world_size: int | N
     """
     if timeout <= 0 or any(view.exit_code for view in views):
         return None
+    num_ranks = world_size or len(views)
     lenience = max((view.lenience for view in views if not view.has_ended), default=0.0)
     timeout += lenience
-    present = [view for view in views if view.wait is not None and not view.has_ended and not view.is_mute]
-    waiting = sorted(present, key=lambda view: view.wait_age, reverse=True)
-    total = world_size or len(views)
-    if waiting and len(waiting) == total and _is_parted(waiting, min(timeout, _LEFT_LOOP_TIMEOUT + lenience)):
-        return HangDiagnosis(timeout, tuple(waiting), (), total, lenience)
-    if not waiting or waiting[0].wait_age <= timeout:
+    waiting = sorted(filter(_is_waiting, views), key=lambda view: view.wait_age, reverse=True)
+    if not waiting:
         return None
-    first = waiting[0].wait
-    assert first is not None
-    absent = [view for view in views if view not in present and not _has_passed(view, first)]
-    members = [view for view in absent if first.members is None or view.rank in first.members]
-    missing = [view for view in members or absent if min(waiting[0].wait_age, view.excused_age) > timeout]
-    if missing:
-        return HangDiagnosis(timeout, tuple(waiting), tuple(missing), total, lenience)
-    if len(waiting) == len(views) and min(min(view.wait_age, view.excused_age) for view in views) > timeout:
-        return HangDiagnosis(timeout, tuple(waiting), (), total, lenience)
-    return None
+    if len(waiting) < len(views):
+        missing = tuple(_list_missing(views, waiting, timeout))
+        return HangDiagnosis(timeout, tuple(waiting), missing, num_ranks, lenience) if missing else None
+    is_hanging = _have_waited_longer(waiting, timeout)
+    if not is_hanging and len(waiting) == num_ranks:
+        # If a rank has left a loop, the wait can never end. So it is reported before the full timeout, which is meant
+        # for slow ranks. The time is checked first, because the search for loops parses source files.
+        short_timeout = min(timeout, _LEFT_LOOP_TIMEOUT + lenience)
+        is_hanging = _have_waited_longer(waiting, short_timeout) and _has_rank_left_loop(waiting)
+    return HangDiagnosis(timeout, tuple(waiting), (), num_ranks, lenience) if is_hanging else None
 
 
-def _is_parted(waiting: Sequence[RankView], seconds: float) -> bool:
-    """Whether all ranks have waited for `seconds`, and some of them have left a loop in which others still wait.
+def _is_waiting(view: RankView) -> bool:
+    """Whether a rank waits for other ranks, its program still runs, and its process responds."""
+    return view.wait is not None and not view.has_ended and not view.is_mute
 
-    Such a wait can never end, because every rank waits. So it is reported before the full timeout has passed, which is
-    meant only for slow ranks.
+
+def _list_missing(views: Sequence[RankView], waiting: Sequence[RankView], timeout: float) -> list[RankView]:
+    """Return the ranks that have kept the longest-waiting rank waiting for longer than the timeout.
 
     Args:
-        waiting: Ranks that wait.
-        seconds: Minimum time for which all ranks must have waited.
+        views: State of each rank.
+        waiting: Ranks that wait, in descending order of their waiting time.
+        timeout: Seconds that a rank may be missing from a collective. A rank with a valid reason (a debugger, a file
+            write) is missing only from the time at which the reason ended.
     """
-    if min(min(view.wait_age, view.excused_age) for view in waiting) <= seconds or len(list_operations(waiting)) == 1:
+    longest_wait = waiting[0].wait_age
+    call = waiting[0].wait
+    assert call is not None
+    absent = [view for view in views if not _is_waiting(view) and not _has_passed(view, call)]
+    absent_members = [view for view in absent if call.members is None or view.rank in call.members]
+    # If no member of the group is absent, its members wait for a rank outside of the group, in another collective.
+    candidates = absent_members or absent
+    return [view for view in candidates if min(longest_wait, view.excused_age) > timeout]
+
+
+def _have_waited_longer(waiting: Sequence[RankView], seconds: float) -> bool:
+    """Whether every rank has waited for longer than `seconds`, and had no valid reason to be late in that time."""
+    return all(min(view.wait_age, view.excused_age) > seconds for view in waiting)
+
+
+def _has_rank_left_loop(waiting: Sequence[RankView]) -> bool:
+    """Whether a waiting rank has left a loop in which other ranks still wait, in another operation."""
+    if len(list_operations(waiting)) == 1:
         return False
     return any(find_loop_left_behind(view, waiting) is not None for view in waiting)
 
 
-def list_operations(waiting: Sequence[RankView]) -> set[tuple[str, int, str]]:
-    """Return the operations in which ranks wait, as a set of tuples (process group, number, name)."""
-    return {(view.wait.group, view.wait.number, view.wait.operation) for view in waiting if view.wait is not None}
+class Operation(NamedTuple):
+    """Operation in which a rank waits. See `CollectiveCall` for the attributes."""
+
+    group: str
+    number: int
+    name: str
+
+
+def list_operations(waiting: Sequence[RankView]) -> set[Operation]:
+    """Return the different operations in which ranks wait."""
+    waits = [view.wait for view in waiting if view.wait is not None]
+    return {Operation(wait.group, wait.number, wait.operation) for wait in waits}
 
 
 def find_excuse(view: RankView, timeout: float) -> str:
@@ -118,8 +146,8 @@ def is_writing(view: RankView) -> bool:
 
     A wait that only torch's flight recorder reports does not count as waiting here.
     """
-    is_at_the_door = view.wait is not None and view.wait.group in ("headway", "")
-    return not is_at_the_door and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
+    is_waiting = view.wait is not None and view.wait.group in ("headway", "")  # "": a wait that is not counted
+    return not is_waiting and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
 
 
 def is_stuck_writing(view: RankView, seconds: float) -> bool:
@@ -131,8 +159,9 @@ def is_stuck_writing(view: RankView, seconds: float) -> bool:
         view: State of the rank.
         seconds: Maximum time without progress.
     """
-    is_still = seconds < min(view.writing_age, view.still_age) and view.writing_age < math.inf
-    return is_still and is_writing(view) and stacks.is_in_saver(view.frames)
+    has_written = view.writing_age < math.inf
+    has_stalled = min(view.writing_age, view.still_age) > seconds
+    return has_written and has_stalled and is_writing(view) and stacks.is_in_saver(view.frames)
 
 
 def diagnose_lingering(views: Sequence[RankView], timeout: float, world_size: int) -> HangDiagnosis | None:
@@ -148,16 +177,18 @@ def diagnose_lingering(views: Sequence[RankView], timeout: float, world_size: in
     """
     if timeout <= 0 or len(views) < world_size or any(view.exit_code or not view.has_ended for view in views):
         return None
-    left = tuple(view for view in views if view.exit_code is None and min(view.phase_age, view.idle_age) > timeout)
-    if not left or any(view.idle_age == math.inf for view in left):
+    idle = tuple(view for view in views if view.exit_code is None and min(view.phase_age, view.idle_age) > timeout)
+    is_activity_known = all(view.idle_age < math.inf for view in idle)
+    if not idle or not is_activity_known:
         return None
-    return HangDiagnosis(timeout, (), left, world_size)
+    return HangDiagnosis(timeout, (), idle, world_size)
 
 
 def _has_passed(view: RankView, call: CollectiveCall) -> bool:
-    """Whether a rank has entered `call` or a later collective of the same group, its script still runs, and its process responds.
+    """Whether a rank has entered `call` or a later collective of the same group, and is still running and responding.
 
-    False if the rank's position in the group is unknown, or if `call` has no number, such as a point-to-point transfer.
+    False if the rank's position in the group is unknown. Also False if `call` is not counted (its number is 0), as with
+    a point-to-point transfer.
     """
     number = view.number_in(call.group)
     return number is not None and number >= call.number > 0 and not view.has_ended and not view.is_mute
@@ -173,6 +204,9 @@ def find_loop_left_behind(view: RankView, waiting: Sequence[RankView]) -> tuple[
     Returns:
         Pair of (location of the loop, ranks that wait in it). None if there is no such loop.
     """
-    inside = [each for each in waiting if stacks.find_left_loop(view.frames, each.frames, both_wait=True) is not None]
-    loop = stacks.find_left_loop(view.frames, inside[0].frames, both_wait=True) if inside else None
-    return None if loop is None else (loop, inside)
+    loops = [(stacks.find_left_loop(view.frames, other.frames, both_wait=True), other) for other in waiting]
+    ranks_in_loop = [other for loop, other in loops if loop is not None]
+    for loop, _ in loops:
+        if loop is not None:
+            return loop, ranks_in_loop
+    return None

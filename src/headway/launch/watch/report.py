@@ -16,15 +16,20 @@ from headway.launch.watch import stacks
 from headway.launch.watch.judge import HangDiagnosis, find_loop_left_behind, is_stuck_writing, list_operations
 from headway.launch.watch.views import LATE, RankView
 
+_LEFT_LOOP_ADVICE = (
+    "give all ranks the same number of steps, or leave the loop on all ranks together (call accelerator.set_trigger() on one, "
+    "and break on all where accelerator.check_trigger() is true)"
+)
+
 
 def describe_lateness(view: RankView) -> str:
     """Return a message about a rank whose script has ended, but whose process is still running."""
-    doing = (
-        f"a thread or an exit function of it is at {locate_rank(view)}" if view.frames else "its position is not known"
-    )
+    position = "its position is not known"
+    if view.frames:
+        position = f"a thread or an exit function of it is at {locate_rank(view)}"
     return (
         f"rank {view.rank}{_describe_process(view)} has come to the end of its script, but has not ended for "
-        f"{_format_span(view.phase_age)}: {doing}"
+        f"{_format_span(view.phase_age)}: {position}"
     )
 
 
@@ -34,16 +39,17 @@ def describe_blocked_writers(views: Sequence[RankView]) -> str:
     Args:
         views: State of each of these ranks. At least one is required.
     """
-    first, has = views[0], "has" if len(views) == 1 else "have"
+    first = views[0]
+    has = "has" if len(views) == 1 else "have"
     return (
-        f"{_name_ranks(views)}{_describe_process(first) if len(views) == 1 else ''} {has} not written a byte of a checkpoint for "
-        f"{_format_span(first.writing_age)}, at {locate_rank(first)}{_describe_disk(first)}. The run goes on when it does"
+        f"{_describe_one_or_more(views)} {has} not written a byte of a checkpoint for {_format_span(first.writing_age)}, "
+        f"at {locate_rank(first)}{_describe_disk(first)}. The run goes on when it does"
     )
 
 
 def _describe_disk(view: RankView) -> str:
-    waits = "; process state D: it waits for a disk or a network file system" if view.state == "D" else ""
-    return f": its file system does not answer{waits}"
+    state = "; process state D: it waits for a disk or a network file system" if view.state == "D" else ""
+    return f": its file system does not answer{state}"
 
 
 def format_headline(verdict: HangDiagnosis) -> str:
@@ -55,20 +61,21 @@ def format_headline(verdict: HangDiagnosis) -> str:
     waiting, missing = verdict.waiting, verdict.missing
     timeout = f"timeout {_format_span(verdict.timeout)}"
     if not waiting:
-        verb, longest = "has" if len(missing) == 1 else "have", _format_span(max(view.phase_age for view in missing))
+        has = "has" if len(missing) == 1 else "have"
+        longest = _format_span(max(view.phase_age for view in missing))
         return (
-            f"this run does not end: {_name_ranks(missing)} of {verdict.world_size} {verb} come to the end of the "
-            "script, but not ended "
-            f"for {longest} ({timeout})"
+            f"this run does not end: {_name_ranks(missing)} of {verdict.world_size} {has} come to the end of the "
+            f"script, but not ended for {longest} ({timeout})"
         )
     longest = _format_span(waiting[0].wait_age)
     if not missing:
         return f"this run hangs: all {verdict.world_size} ranks have waited for {longest} ({timeout}), {_compare_operations(waiting)}"
-    verb, has = "is" if len(missing) == 1 else "are", "has" if len(waiting) == 1 else "have"
+    are = "is" if len(missing) == 1 else "are"
+    have = "has" if len(waiting) == 1 else "have"
     operations = " and ".join(dict.fromkeys(view.operation for view in waiting))
     return (
-        f"this run hangs: {_name_ranks(missing)} of {verdict.world_size} {verb} missing from {operations}, "
-        f"where {_name_ranks(waiting)} {has} waited for {longest} ({timeout})"
+        f"this run hangs: {_name_ranks(missing)} of {verdict.world_size} {are} missing from {operations}, "
+        f"where {_name_ranks(waiting)} {have} waited for {longest} ({timeout})"
     )
 
 
@@ -83,21 +90,36 @@ def format_report(verdict: HangDiagnosis) -> str:
         )
     for view in verdict.missing:
         lines += _describe_missing(view, verdict.waiting[0]) if verdict.waiting else _describe_lingering(view)
-    told: dict[str, list[RankView]] = {}
+    ranks_by_wait: dict[str, list[RankView]] = {}
     for view in verdict.waiting:
-        told.setdefault(_describe_wait(view), []).append(view)
-    for place, views in told.items():
-        verb = "waits" if len(views) == 1 else "wait"
-        lines.append(
-            f"  {_name_ranks(views)}{_describe_process(views[0]) if len(views) == 1 else ''} {verb} in {place}"
-        )
-        left = None if verdict.missing else _describe_left_loop(views[0], verdict.waiting)
-        if left is not None:
-            lines.append(f"      {left}: {_LEFT_LOOP_ADVICE}")
-        found = stacks.find_condition(views[0].frames)
-        if left is None and found is not None and (verdict.missing or len(told) > 1):
-            lines.append(f"      under `{found[1]}` ({found[0]}), which not every rank passes: call it on all ranks")
+        ranks_by_wait.setdefault(_describe_wait(view), []).append(view)
+    # If all ranks wait in the same operation, no loop or condition separates them.
+    has_diverged = bool(verdict.missing) or len(ranks_by_wait) > 1
+    for wait, views in ranks_by_wait.items():
+        ranks = _describe_one_or_more(views)
+        lines.append(f"  {ranks} {'waits' if len(views) == 1 else 'wait'} in {wait}")
+        left_loop = None if verdict.missing else _describe_left_loop(views[0], verdict.waiting)
+        if left_loop is not None:
+            lines.append(f"      {left_loop}: {_LEFT_LOOP_ADVICE}")
+        elif has_diverged:
+            lines += _describe_condition(views[0])
     return "\n".join([*lines, *_describe_lenience(verdict.lenience)])
+
+
+def _describe_one_or_more(views: Sequence[RankView]) -> str:
+    """Return the numbers of some ranks. A single rank is described with its host, PID, and position in the training."""
+    if len(views) == 1:
+        return _name_ranks(views) + _describe_process(views[0])
+    return _name_ranks(views)
+
+
+def _describe_condition(view: RankView) -> list[str]:
+    """Return a line about the condition on ranks, such as `if rank == 0`, under which a rank waits; [] if there is none."""
+    condition = stacks.find_condition(view.frames)
+    if condition is None:
+        return []
+    location, source = condition
+    return [f"      under `{source}` ({location}), which not every rank passes: call it on all ranks"]
 
 
 def locate_rank(view: RankView) -> str:
@@ -110,6 +132,7 @@ def locate_rank(view: RankView) -> str:
 
 
 def _describe_lenience(lenience: float) -> list[str]:
+    """Return a line about the seconds that were added to the timeout; [] if none were added."""
     if not lenience:
         return []
     return [
@@ -123,14 +146,16 @@ def _describe_left_loop(view: RankView, waiting: Sequence[RankView]) -> str | No
 
     Return None if there is no such loop.
     """
-    found = find_loop_left_behind(view, waiting)
-    if found is None:
+    loop_and_ranks = find_loop_left_behind(view, waiting)
+    if loop_and_ranks is None:
         return None
-    loop, inside = found
-    return f"it has left the loop of {loop}, in which {_name_ranks(inside)} {'waits' if len(inside) == 1 else 'wait'}"
+    loop, ranks_in_loop = loop_and_ranks
+    wait = "waits" if len(ranks_in_loop) == 1 else "wait"
+    return f"it has left the loop of {loop}, in which {_name_ranks(ranks_in_loop)} {wait}"
 
 
 def _describe_missing(view: RankView, waiting: RankView) -> list[str]:
+    """Return the lines about a rank that has not reached the collective of a waiting rank."""
     name = f"  rank {view.rank}{_describe_process(view)}"
     if view.has_ended:
         text = f"{name} has finished its script"
@@ -144,12 +169,6 @@ def _describe_missing(view: RankView, waiting: RankView) -> list[str]:
     return lines
 
 
-_LEFT_LOOP_ADVICE = (
-    "give all ranks the same number of steps, or leave the loop on all ranks together (call accelerator.set_trigger() on one, "
-    "and break on all where accelerator.check_trigger() is true)"
-)
-
-
 def _describe_lingering(view: RankView) -> list[str]:
     advice = "let threads end when the script does (daemon=True), and exit functions return; --timeout 0 waits for ever"
     return [f"  {describe_lateness(view)}", *_quote_source(view), f"      {advice}"]
@@ -161,6 +180,7 @@ def _quote_source(view: RankView) -> list[str]:
 
 
 def _describe_activity(view: RankView) -> str:
+    """Return a phrase about what a missing rank is doing, with its position in the code."""
     at = locate_rank(view)
     if view.is_stopped:
         return (
@@ -180,7 +200,8 @@ def _describe_activity(view: RankView) -> str:
 
 
 def _suggest_action(view: RankView) -> str:
-    own = stacks.select_user_frames(view.frames)
+    """Return advice on a missing rank whose script still runs, according to what the rank is doing."""
+    user_frames = stacks.select_user_frames(view.frames)
     if view.state == "?":
         return "start the run with `headway launch`, whose watch sees such a rank from outside"
     if view.is_stopped:
@@ -197,7 +218,7 @@ def _suggest_action(view: RankView) -> str:
         return "the dataset has not returned from this line; all ranks wait for this batch"
     if stacks.is_loading_data(view.frames):
         return "look at the dataset: with num_workers=0 the stack ends in the line that blocks"
-    if own and "sleep(" in own[0].source:
+    if user_frames and "sleep(" in user_frames[0].source:
         return "it sleeps there; ranks must not wait for anything but each other"
     return "if this is meant to take so long, raise --timeout; otherwise let every rank reach the same collectives"
 
@@ -207,6 +228,7 @@ def _format_span(seconds: float) -> str:
 
 
 def _describe_process(view: RankView) -> str:
+    """Return a rank's host, PID and position in the training in parentheses, after a space. Empty if nothing is known."""
     parts = [f"host {view.host}"] if view.host else []
     parts += [f"pid {view.pid}"] if view.pid else []
     if view.update or view.micro_step:
@@ -215,6 +237,7 @@ def _describe_process(view: RankView) -> str:
 
 
 def _describe_wait(view: RankView) -> str:
+    """Return the operation in which a rank waits, with the collective's number and the line of user code."""
     wait = view.wait
     assert wait is not None
     number = f" #{wait.number}" if wait.number else ""
@@ -223,16 +246,18 @@ def _describe_wait(view: RankView) -> str:
 
 
 def _compare_operations(waiting: Sequence[RankView]) -> str:
-    calls = list_operations(waiting)
-    if len(calls) == 1:
+    """Return a phrase on whether all ranks wait in the same operation, with the likely cause of the hang."""
+    operations = list_operations(waiting)
+    if len(operations) == 1:
         return "in the same operation: the likely cause is the network between them"
     gone = [view for view in waiting if find_loop_left_behind(view, waiting) is not None]
     if gone:
-        verb = "has" if len(gone) == 1 else "have"
-        return f"but not in the same operation: {_name_ranks(gone)} {verb} left the loop in which the others are"
-    number = min(number for _, number, _ in calls)
-    behind = [view for view in waiting if view.wait is not None and view.wait.number == number]
-    if len({group for group, _, _ in calls}) == 1 and len(behind) < len(waiting):
+        have = "has" if len(gone) == 1 else "have"
+        return f"but not in the same operation: {_name_ranks(gone)} {have} left the loop in which the others are"
+    lowest_number = min(operation.number for operation in operations)
+    behind = [view for view in waiting if view.wait is not None and view.wait.number == lowest_number]
+    num_groups = len({operation.group for operation in operations})
+    if num_groups == 1 and len(behind) < len(waiting):  # numbers of different groups cannot be compared
         return (
             f"but not in the same operation: {_name_ranks(behind)} cannot leave an earlier one, or their order differs"
         )

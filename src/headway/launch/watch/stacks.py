@@ -57,9 +57,9 @@ def parse_stacks(text: str) -> list[list[Frame]]:
             # A dump lists the newest thread first, so the main thread is the last.
             current = []
             stacks.append(current)
-        found = _FAULT_LINE.match(line)
-        if found:
-            current.append(Frame(found[1], int(found[2]), found[3]))
+        frame = _FAULT_LINE.match(line)
+        if frame:
+            current.append(Frame(frame[1], int(frame[2]), frame[3]))
     return stacks
 
 
@@ -114,12 +114,13 @@ def find_meeting_call(frames: Sequence[Frame]) -> str:
 
     Empty if the innermost frame is not torch.distributed's code.
     """
-    inner = ""
+    call = ""
     for frame in frames:
         if not frame.file.replace(os.sep, "/").endswith((*_TORCH_WAIT_FILES, "/torch/distributed/c10d_logger.py")):
             break
-        inner = inner if frame.function in ("wrapper", "inner") else frame.function
-    return inner
+        if frame.function not in ("wrapper", "inner"):  # torch's decorators around the function
+            call = frame.function
+    return call
 
 
 def is_in_backward(frames: Sequence[Frame]) -> bool:
@@ -143,23 +144,30 @@ def find_condition(frames: Sequence[Frame]) -> tuple[Frame, str] | None:
         Pair of (location, source) of an `if`, a `while` or a decorator. None if there is no such condition.
     """
     for frame in select_user_frames(frames):
-        found: tuple[Frame, str] | None = None
-        for node in _list_statements_around(frame):
-            for line, source in _list_conditions(node, frame.line):
-                if _RANK_WORDS.search(source):
-                    found = (Frame(frame.file, line, frame.function), source)
-        if found:
-            return found
+        conditions = [
+            (Frame(frame.file, line, frame.function), source)
+            for node in _list_statements_around(frame)
+            for line, source in _list_conditions(node, frame.line)
+            if _RANK_WORDS.search(source)
+        ]
+        if conditions:
+            return conditions[-1]  # the innermost
     return None
 
 
 def _list_conditions(node: ast.stmt, line: int) -> list[tuple[int, str]]:
+    """Return the conditions that a statement places on the code at `line`, which the statement contains.
+
+    Returns:
+        Pairs of (line, source): the test of an `if` or `while`, or the decorators of a function.
+    """
     if isinstance(node, (ast.If, ast.While)) and line >= node.body[0].lineno:
-        word = "if" if isinstance(node, ast.If) else "while"
-        word = word if line <= (node.body[-1].end_lineno or 0) else f"else of {word}"
-        return [(node.lineno, f"{word} {ast.unparse(node.test)}:")]
+        keyword = "if" if isinstance(node, ast.If) else "while"
+        is_in_body = line <= (node.body[-1].end_lineno or 0)
+        prefix = keyword if is_in_body else f"else of {keyword}"
+        return [(node.lineno, f"{prefix} {ast.unparse(node.test)}:")]
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return [(mark.lineno, f"@{ast.unparse(mark)}") for mark in node.decorator_list]
+        return [(decorator.lineno, f"@{ast.unparse(decorator)}") for decorator in node.decorator_list]
     return []
 
 
@@ -171,24 +179,31 @@ def find_left_loop(gone: Sequence[Frame], waiting: Sequence[Frame], *, both_wait
         waiting: Frames of a rank that waits, innermost first.
         both_wait: Whether both ranks wait in a collective. A rank that is past an inner loop then counts as having left
             it, even if both ranks are still in an outer loop. If only one rank waits, such a position does not show
-            which rank is ahead.
+            which rank is ahead. Default: False.
 
     Returns:
         Location of the loop. None if there is no such loop.
     """
-    inward = list(reversed(select_user_frames(waiting)))
-    for depth, (left, here) in enumerate(zip(reversed(select_user_frames(gone)), inward)):
-        if (left.file, left.function) != (here.file, here.function):
+    # From the outermost frame inward, find the first call in which the two ranks are at different lines.
+    gone_frames = list(reversed(select_user_frames(gone)))
+    waiting_frames = list(reversed(select_user_frames(waiting)))
+    for depth, (gone_frame, waiting_frame) in enumerate(zip(gone_frames, waiting_frames)):
+        if (gone_frame.file, gone_frame.function) != (waiting_frame.file, waiting_frame.function):
             return None
-        if left.line == here.line:
+        if gone_frame.line == waiting_frame.line:
             continue
-        loops = _list_loops(here)
-        around_both = {node.lineno for node in loops if node.lineno <= left.line <= (node.end_lineno or 0)}
-        if left.line < here.line or (around_both and not both_wait):
+        if gone_frame.line < waiting_frame.line:
+            return None
+        shared_loops = {
+            node.lineno
+            for node in _list_loops(waiting_frame)
+            if node.lineno <= gone_frame.line <= (node.end_lineno or 0)
+        }
+        if shared_loops and not both_wait:
             return None  # both are in one loop, so it is unknown which rank is ahead
-        for frame in inward[depth:]:
+        for frame in waiting_frames[depth:]:
             for node in _list_loops(frame):
-                if frame is not here or node.lineno not in around_both:
+                if frame is not waiting_frame or node.lineno not in shared_loops:
                     return Frame(frame.file, node.lineno, frame.function)
         return None
     return None

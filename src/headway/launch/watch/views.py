@@ -1,6 +1,6 @@
-"""State of a rank (`RankView`), read from its pulse, with times converted to ages.
+"""State of a rank (`RankView`), read from its heartbeat file, with times converted to ages.
 
-A pulse is a file that a rank updates with its heartbeat, its stack and the collective in which it waits.
+A rank writes to its heartbeat file the time of each heartbeat, its stack and the collective in which it waits.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from headway.common.callsite import Frame
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime.heartbeat import ENDED
 from headway.launch.watch.stacks import find_meeting_call, is_meeting, select_user_frames
 
@@ -19,6 +19,7 @@ _NAMES = {
     "objects": "gather_object",
     "object": "broadcast_object_list",
     "pad": "pad_across_processes",
+    "loss weights": "the sum of loss weights (backward with weight=)",
     # names in NCCL's flight recorder
     "all_reduce_barrier": "barrier",
     "_all_gather_base": "all_gather_into_tensor",
@@ -53,7 +54,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class RankView:
-    """State of one rank, as known from its pulse (a file that the rank updates) and from the kernel.
+    """State of one rank, as known from its heartbeat file and from the kernel.
 
     All ages are in seconds.
 
@@ -135,14 +136,15 @@ class RankView:
             return min(inside, key=lambda call: (call.group != "headway", -(call.age or 0.0)))
         if is_meeting(self.frames):
             return CollectiveCall("", 0, find_meeting_call(self.frames) or self.frames[0].function, self.still_age)
-        if self.phase == pulse.WAITING_FOR_PARTS:
+        if self.phase == heartbeat_file.WAITING_FOR_PARTS:
             return CollectiveCall("", 0, "the commit of a checkpoint", self.phase_age)
         return None
 
     @property
     def wait_age(self) -> float:
         """Seconds for which the rank has waited in its current operation; 0.0 if it does not wait."""
-        return (self.wait.age or 0.0) if self.wait is not None else 0.0
+        wait = self.wait
+        return 0.0 if wait is None else wait.age or 0.0
 
     @property
     def operation(self) -> str:
@@ -155,31 +157,23 @@ class RankView:
         return next((call.number for call in self.calls or () if call.group == group), None)
 
 
-def make_view(rank: int, reading: pulse.PulseReading, now: float) -> RankView:
-    """Convert the contents of a rank's pulse to a `RankView`, in which times are replaced by ages.
+def make_view(rank: int, reading: heartbeat_file.HeartbeatReading, now: float) -> RankView:
+    """Convert the contents of a rank's heartbeat file to a `RankView`, in which times are replaced by ages.
 
     Args:
         rank: Global rank.
-        reading: Contents of the rank's pulse, the file in which it records its state.
+        reading: Contents of the rank's heartbeat file.
         now: Current time on the monotonic clock.
     """
     note = reading.note
     calls: tuple[CollectiveCall, ...] | None = None
+    # The note's list of torch's collectives is missing if they were advancing when the rank wrote the note.
     if isinstance(note.get("torch"), list) or not note:
-        calls = tuple(
-            CollectiveCall(
-                entry["group"],
-                entry["number"],
-                entry["operation"],
-                None if entry["since"] is None else now - entry["since"],
-                _get_members(entry),
-            )
-            for entry in note.get("torch", [])
-        )
+        calls = tuple(_make_call(entry, now) for entry in note.get("torch", []))
     if reading.calls:
         last = reading.calls[-1]
-        own = CollectiveCall("headway", last.number, last.operation, None if last.exit_time else now - last.entry_time)
-        calls = (own, *(calls or ()))
+        age = None if last.exit_time else now - last.entry_time
+        calls = (CollectiveCall("headway", last.number, last.operation, age), *(calls or ()))
     return RankView(
         rank,
         socket.gethostname(),
@@ -200,16 +194,29 @@ def make_view(rank: int, reading: pulse.PulseReading, now: float) -> RankView:
     )
 
 
+def _make_call(entry: Mapping[str, Any], now: float) -> CollectiveCall:
+    """Convert an entry of torch's flight recorder, as a heartbeat file contains it.
+
+    Args:
+        entry: Entry, with the time at which the rank entered the collective, or None if the rank has left it.
+        now: Current time on the monotonic clock.
+    """
+    age = None if entry["since"] is None else now - entry["since"]
+    return CollectiveCall(entry["group"], entry["number"], entry["operation"], age, _get_members(entry))
+
+
 def encode_view(view: RankView) -> dict[str, Any]:
     """Encode a `RankView` as a JSON object for another machine. Frames that no report uses are left out."""
-    kept = [*view.frames[:6], *select_user_frames(view.frames[6:])][:12]
-    finite = {name: value for name, value in asdict(replace(view, frames=())).items() if value != math.inf}
-    return {**finite, "frames": [[frame.file, frame.line, frame.function] for frame in kept]}
+    kept_frames = [*view.frames[:6], *select_user_frames(view.frames[6:])][:12]
+    # JSON has no infinity. Left out, such a field gets its default, which is infinity.
+    fields = {name: value for name, value in asdict(replace(view, frames=())).items() if value != math.inf}
+    return {**fields, "frames": [[frame.file, frame.line, frame.function] for frame in kept_frames]}
 
 
 def decode_view(content: Mapping[str, Any]) -> RankView:
     """Decode a `RankView` from a JSON object that `encode_view` has returned."""
-    frames, calls = tuple(Frame(*frame) for frame in content["frames"]), content["calls"]
+    frames = tuple(Frame(*frame) for frame in content["frames"])
+    calls = content["calls"]
     if calls is not None:
         calls = tuple(CollectiveCall(**{**call, "members": _get_members(call)}) for call in calls)
     return RankView(**{**content, "frames": frames, "calls": calls})

@@ -8,9 +8,7 @@ A rank's shard consists of two contiguous pieces of the sequence, one from each 
 attention, each piece attends to the keys up to its own end. No mask is allocated, and nothing above the diagonal is
 computed.
 
-On accelerators, torch's own ring attention (`RingAttention`) computes the causal calls. It sends keys and values to the
-next rank while it computes with the previous ones. torch supports it for the kernels of accelerators (flash,
-memory-efficient and cuDNN attention) and not for those of the CPU.
+On accelerators, torch's own ring attention (`RingAttention`) computes the causal calls, and on a CPU `CausalOnCpu`.
 """
 
 import sys
@@ -22,26 +20,16 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from headway.common.optional import LazyModule
 from headway.core.strategies.blocks import extend_class
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.layouts.context import sequences
-from headway.layouts.context._torch import (
-    RING_MODULE,
-    RING_NAMES,
-    flash_attention_on_cpu,
-    flash_attention_on_cpu_backward,
-)
+from headway.layouts.context.cpu_attention import CausalOnCpu, split_pieces
+from headway.layouts.context.ring_attention import RING_STEP
 from headway.layouts.tensor.crossings import SplitAxis
 from headway.log import get_logger
 
 Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
 """Function of (queries, keys, values, scale or None) that computes causal attention on this rank's sequence shard."""
-RING_STEP = 64
-"""Number that must divide the number of tokens per rank for torch's ring attention to be used.
-
-The ring computes half a shard at a time, and the memory-efficient kernel pads one of its results to a multiple of 32.
-"""
 
 
 class WholeSequenceAttention(TorchFunctionMode):
@@ -123,22 +111,28 @@ class WholeSequenceAttention(TorchFunctionMode):
         query, key, value = _cast_to_autocast(query, key, value)
         if self._should_split_heads(query, key):
             return self._attend_by_heads(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        is_plain = is_causal and attn_mask is None and not dropout_p and query.dim() == 4
-        is_plain = is_plain and (enable_gqa or query.shape[1] == key.shape[1])
-        if is_plain and self._ring is not None and query.shape[2] % RING_STEP == 0:
+        is_plain_causal = (
+            is_causal
+            and attn_mask is None
+            and not dropout_p
+            and query.dim() == 4
+            and (enable_gqa or query.shape[1] == key.shape[1])
+        )
+        if is_plain_causal and self._ring is not None and query.shape[2] % RING_STEP == 0:
             return self._ring(query, key, value, scale)
-        if is_plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-            output: torch.Tensor = _CausalOnCpu.apply(query, key, value, self._axis, scale)  # type: ignore[no-untyped-call]
+        if is_plain_causal and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+            output: torch.Tensor = CausalOnCpu.apply(query, key, value, self._axis, scale)  # type: ignore[no-untyped-call]
             return output
+        # All other cases gather the keys and values of the full sequence, in one collective.
         keys_and_values = sequences.gather_sequence(torch.cat([key, value], -1), self._axis, -2)
-        key, value = keys_and_values[..., : key.shape[-1]], keys_and_values[..., key.shape[-1] :]
+        key, value = torch.split(keys_and_values, [key.shape[-1], value.shape[-1]], -1)
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-        if is_plain:
+        if is_plain_causal:
             return self._attend_lower_right(query, key, value, options)
         if attn_mask is not None:
             length = self._find_mask_length(attn_mask, query)
             key, value = key[..., :length, :], value[..., :length, :]
-            options["is_causal"] = is_causal  # with a mask, torch raises an error
+            options["is_causal"] = is_causal  # if it is True, torch raises an error, as without context parallelism
         elif is_causal:
             attn_mask = self._make_causal_mask(query, key)
         else:
@@ -197,6 +191,10 @@ class WholeSequenceAttention(TorchFunctionMode):
 
         Returns:
             Attention output of all heads for this rank's sequence shard.
+
+        Raises:
+            UnsupportedError: If the mask differs by head.
+            DataError: If there is no mask although the sequence was padded and attention is not causal.
         """
         num_repeats = max(1, self._axis.size // key.shape[1])  # so that each rank gets at least one key head
         if num_repeats > 1:
@@ -271,7 +269,7 @@ class WholeSequenceAttention(TorchFunctionMode):
         from torch.nn.attention.bias import causal_lower_right
 
         outputs = []
-        for piece, start in _split_pieces(query, self._axis):
+        for piece, start in split_pieces(query, self._axis):
             end = start + piece.shape[2]
             mask: Any = causal_lower_right(piece.shape[2], end)
             outputs.append(
@@ -342,249 +340,7 @@ def remove_attention(block: torch.nn.Module) -> None:
     block.__dict__.pop(_KEY, None)
 
 
-class _CausalOnCpu(torch.autograd.Function):
-    """Autograd function for causal attention of a rank's queries on a CPU.
-
-    Keys and values are all-gathered in forward and again in backward. Between forward and backward, only this rank's
-    shard is saved. A rank's queries are two pieces of the sequence. Each piece takes two calls of the CPU's kernel:
-    one for the earlier keys, one for the square on the diagonal. Their outputs are merged with the log-sum-exp of the
-    scores (`lse`) that each call returns. The backward of each call gets the merged log-sum-exp and the merged output,
-    and so computes this call's share of the gradients (as in ring attention: Liu et al., 2023). No mask of queries by
-    keys is allocated.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis, scale: float | None
-    ) -> torch.Tensor:
-        full_key, full_value = _gather_keys_and_values(query, key, value, axis)
-        outputs, lses = [], []
-        for piece, start in _split_pieces(query, axis):
-            piece_output, piece_lse = _attend_piece(piece, full_key, full_value, start, scale)
-            outputs.append(piece_output)
-            lses.append(piece_lse)
-        output, lse = torch.cat(outputs, 2), torch.cat(lses, 2)
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.axis, ctx.scale = axis, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        query, key, value, output, lse = ctx.saved_tensors
-        axis = ctx.axis
-        full_key, full_value = _gather_keys_and_values(query, key, value, axis)
-        key_grad, value_grad = torch.zeros_like(full_key), torch.zeros_like(full_value)
-        query_grads = []
-        for index, (piece, start) in enumerate(_split_pieces(query, axis)):
-            length = piece.shape[2]
-            piece_grad, piece_output, piece_lse = (
-                tensor.narrow(2, index * length, length).contiguous() for tensor in (grad, output, lse)
-            )
-            query_grad = torch.zeros_like(piece)
-            # The square on the diagonal, and the earlier keys, of which the first piece has none.
-            for first, end, is_causal in ((start, start + length, True), (0, start, False)):
-                if first == end:
-                    continue
-                tokens = slice(first, end)
-                grads = flash_attention_on_cpu_backward(
-                    piece_grad,
-                    piece,
-                    full_key[:, :, tokens],
-                    full_value[:, :, tokens],
-                    piece_output,
-                    piece_lse,
-                    0.0,
-                    is_causal,
-                    scale=ctx.scale,
-                )
-                query_grad += grads[0]
-                key_grad[:, :, tokens] += grads[1]
-                value_grad[:, :, tokens] += grads[2]
-            query_grads.append(query_grad)
-        terms = torch.cat([_sum_over_heads(key_grad, key), _sum_over_heads(value_grad, value)], -1)
-        grads_of_shard = sequences.reduce_scatter_sequence(terms, axis, -2)
-        width = key.shape[-1]
-        return torch.cat(query_grads, 2), grads_of_shard[..., :width], grads_of_shard[..., width:], None, None
-
-
-def _split_pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tensor, int]]:
-    """Split this rank's queries into the two contiguous pieces of the sequence that the rank holds.
-
-    Returns:
-        Pairs of (piece of the queries, index of the piece's first token in the sequence).
-    """
-    length = query.shape[2] // 2
-    return [
-        (query.narrow(2, position * length, length), piece * length)
-        for position, piece in enumerate(sequences.find_pieces(axis.rank, axis))
-    ]
-
-
-def _gather_keys_and_values(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of the full sequence, with heads repeated to match the queries.
-
-    Heads are repeated after the gather, so that each head is sent only once.
-    """
-    keys_and_values = sequences.gather_sequence(torch.cat([key, value], -1), axis, -2)
-    num_repeats = query.shape[1] // key.shape[1]
-    if num_repeats > 1:
-        keys_and_values = keys_and_values.repeat_interleave(num_repeats, 1)
-    return keys_and_values[..., : key.shape[-1]], keys_and_values[..., key.shape[-1] :]
-
-
-def _sum_over_heads(grad: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of keys or values, summed over the query heads that share a key head.
-
-    Args:
-        grad: Gradient with one head per query head.
-        shard: Keys or values of this rank, with as many heads or fewer.
-    """
-    num_repeats = grad.shape[1] // shard.shape[1]
-    return grad if num_repeats == 1 else grad.view(grad.shape[0], -1, num_repeats, *grad.shape[2:]).sum(2)
-
-
-def _attend_piece(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the causal attention output of queries that are contiguous in the sequence, and its log-sum-exp.
-
-    Args:
-        query: Contiguous queries, [rows, heads, tokens, head dim].
-        key: Keys of the full sequence.
-        value: Values of the full sequence.
-        start: Position of the first query in the sequence.
-        scale: Factor for the scores; None for torch's default.
-    """
-    end = start + query.shape[2]
-    diagonal, diagonal_lse, *_ = flash_attention_on_cpu(
-        query, key[:, :, start:end], value[:, :, start:end], 0.0, True, scale=scale
-    )
-    if not start:
-        return diagonal, diagonal_lse
-    earlier, earlier_lse, *_ = flash_attention_on_cpu(
-        query, key[:, :, :start], value[:, :, :start], 0.0, False, scale=scale
-    )
-    lse = torch.logaddexp(diagonal_lse, earlier_lse)
-    diagonal_share, earlier_share = ((part - lse).exp().unsqueeze(-1) for part in (diagonal_lse, earlier_lse))
-    return (diagonal * diagonal_share + earlier * earlier_share).to(query.dtype), lse
-
-
-attention = LazyModule(RING_MODULE)
-
 log = get_logger(__name__)
-_RING_DEVICE_TYPES = ("cuda",)
-"""Device types whose attention kernels torch's ring attention supports."""
-
-
-class RingDispatcher:
-    """Registry of the models in this process that use torch's ring attention.
-
-    torch has one attention dispatcher and one rotation method per process. Both are restored when the last model stops
-    using the ring.
-    """
-
-    def __init__(self) -> None:
-        self._rings: list[RingAttention] = []
-        self._original_rotation: Any = None
-
-    def add_ring(self, ring: "RingAttention", rotation: str) -> None:
-        """Register a model's ring attention, and enable torch's dispatcher for it.
-
-        Args:
-            ring: Ring attention of a model.
-            rotation: How keys and values are exchanged: "allgather" or "alltoall".
-        """
-        if not self._rings:
-            self._original_rotation = attention._cp_options.rotate_method
-        attention.set_rotate_method(rotation)
-        attention._enable_context_parallel_dispatcher()
-        self._rings.append(ring)
-
-    def remove_ring(self, ring: "RingAttention") -> None:
-        """Unregister a model's ring attention.
-
-        When no ring attention is left in the process, torch's dispatcher and rotation method are restored.
-        """
-        if ring not in self._rings:
-            return
-        self._rings.remove(ring)
-        if not self._rings:
-            attention._cp_options.rotate_method = self._original_rotation
-            attention._disable_context_parallel_dispatcher()
-
-
-def find_ring_attention(mesh: Any, rotation: str, dispatcher: RingDispatcher) -> "RingAttention | None":
-    """Return torch's causal ring attention, or None if it is not available.
-
-    It is not available if torch has no kernel for the device, or if this torch version lacks one of `RING_NAMES`.
-
-    Args:
-        mesh: One-dimensional DeviceMesh of the ranks.
-        rotation: How keys and values are exchanged: "allgather" or "alltoall".
-        dispatcher: Registry of this process's ring attentions.
-    """
-    if mesh.device_type not in _RING_DEVICE_TYPES:
-        if rotation == "alltoall":
-            log.warning_once(
-                "cp_comm_strategy='alltoall' is torch's ring attention, which has no kernel for %s: keys and values are gathered",
-                mesh.device_type,
-            )
-        return None
-    missing = [name for name in RING_NAMES if not hasattr(attention, name)]
-    if missing:
-        log.warning_once(
-            "torch %s lacks %s: keys and values are gathered instead of torch's ring attention",
-            torch.__version__,
-            ", ".join(missing),
-        )
-        return None
-    return RingAttention(mesh, rotation, dispatcher)
-
-
-class RingAttention:
-    """torch's ring attention on the ranks of one mesh axis.
-
-    Args:
-        mesh: One-dimensional DeviceMesh of the ranks.
-        rotation: How keys and values are exchanged: "allgather" or "alltoall".
-        dispatcher: Registry of this process's ring attentions.
-    """
-
-    def __init__(self, mesh: Any, rotation: str, dispatcher: RingDispatcher) -> None:
-        self._mesh = mesh
-        self._dispatcher = dispatcher
-        torch_style = attention._ContextParallel
-        self._style = torch_style(seq_dim=2, attention_type=torch_style.AttentionType.SDPA)
-        dispatcher.add_ring(self, rotation)
-
-    def release(self) -> None:
-        """Stop using the ring. Does nothing if this was already done.
-
-        When the last `RingAttention` in the process is released, torch's context-parallel attention is disabled, and its
-        rotation method is restored.
-        """
-        self._dispatcher.remove_ring(self)
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Return the causal attention of this rank's queries to the full sequence.
-
-        Args:
-            query: Queries of this rank, [rows, heads, tokens, head dim], in the order of torch's head-tail balancer.
-            key: Keys of this rank, with as many heads as the queries or a divisor of that number.
-            value: Values of this rank, with as many heads as the keys.
-            scale: Factor for the scores; None for torch's default.
-        """
-        num_repeats = query.shape[1] // key.shape[1]
-        if num_repeats > 1:
-            key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
-        options = {"is_causal": True, "scale": scale}
-        # torch's style converts the tensors to DTensors, for which its dispatcher runs the ring, and back.
-        args, kwargs = self._style.sdpa_input_fn(None, (query, key, value), options, self._mesh)
-        output = functional.scaled_dot_product_attention(*args, **kwargs)
-        local_output: torch.Tensor = self._style.sdpa_output_fn(None, None, output, self._mesh)
-        return local_output
 
 
 def _is_sdpa(name: str) -> bool:

@@ -13,7 +13,7 @@ rank computes the gradient of its own term of the loss.
 In a pipeline the first stage shards the sequences, and stages send shards to each other. Each stage shards the other
 arguments of its blocks.
 
-The first call begins with a dry run on a few tokens (`sequences.py`), once with full and once with sharded sequences.
+The first call begins with a dry run on a few tokens (`dry_run.py`), once with full and once with sharded sequences.
 The dry run finds which of these cases applies. If a model mixes tokens outside of torch's attention function, the dry
 run raises an error, so that the model does not compute a wrong result.
 """
@@ -26,23 +26,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headway.core.config.parallelism import TorchContextParallelConfig
+from headway.core.config.parallelism import TensorParallelOptions, TorchContextParallelConfig
 from headway.core.memory.oom import is_out_of_memory
 from headway.core.runtime.collectives import tree
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.strategies.blocks import find_blocks
+from headway.core.strategies.blocks import find_blocks, get_class_name
 from headway.core.strategies.fully_sharded import fsdp_state
 from headway.core.strategies.fully_sharded.axes import AxisOptions, ModelAxis, SplitModel
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.layouts.adapters import check_added_keys, keep_packing
-from headway.layouts.context import attention, sequences
-from headway.layouts.context.attention import RING_STEP, WholeSequenceAttention, install_attention, remove_attention
-from headway.layouts.context.sequences import LabeledCall, SplitLabels
+from headway.layouts.context import attention, dry_run, sequences
+from headway.layouts.context.attention import WholeSequenceAttention, install_attention, remove_attention
+from headway.layouts.context.ring_attention import RING_STEP, RingDispatcher, find_ring_attention
+from headway.layouts.context.split_labels import LabeledCall, SplitLabels
 from headway.layouts.tensor import crossings
 from headway.layouts.tensor.crossings import SplitAxis, SplitRNG
 from headway.log import get_logger
 
 log = get_logger(__name__)
+
+_FEATURE_NAMES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+"""transformers' names of model inputs whose features replace placeholder tokens of `input_ids`."""
 
 
 class CallPhase(Enum):
@@ -87,6 +91,18 @@ class CallKind(NamedTuple):
     has_item_count: bool
 
 
+class _RegionTrial(NamedTuple):
+    """Result of trying split regions in a dry run.
+
+    Attributes:
+        region: Region for which the outputs equal those of full sequences, or None if there is none.
+        difference: Description of the first difference if there is no region, else "".
+    """
+
+    region: SplitRegion | None
+    difference: str = ""
+
+
 class DryRunFinished(BaseException):
     """Raised to unwind the caller once a dry run has found how the model is split. Not an error."""
 
@@ -103,7 +119,7 @@ class ContextAxis(ModelAxis):
 
     def __init__(self, options: AxisOptions) -> None:
         super().__init__(options)
-        sequences.check_options(options.tensor, options.layout.cp)
+        check_options(options.tensor, options.layout.cp)
 
     def split_model(
         self, model: torch.nn.Module, mesh: Any, ranks: Collectives, other_stage_ids: Container[int] = ()
@@ -166,10 +182,10 @@ class ContextParallel(SplitModel):
         self._restore_attention = attention.use_sdpa(model)
         self._parameters = inspect.signature(model.forward).parameters
         self._labels = SplitLabels(model, _list_positional(self._parameters), options, self._axis, everyone)
-        self._ring = attention.find_ring_attention(
+        self._ring = find_ring_attention(
             mesh,
             options.cp_comm_strategy or "allgather",
-            everyone.runtime.scope.get_or_create(attention.RingDispatcher),
+            everyone.runtime.scope.get_or_create(RingDispatcher),
         )
         ring = None if self._ring is None else self._ring.attend
         self._attention = WholeSequenceAttention(self._axis, ring, options.cp_style)
@@ -219,7 +235,9 @@ class ContextParallel(SplitModel):
 
     @contextmanager
     def _set_phase(self, phase: CallPhase) -> Iterator[None]:
-        outer_phase, self._phase = self._phase, phase
+        """Return a context in which blocks run in the given phase. The outer phase is restored afterwards."""
+        outer_phase = self._phase
+        self._phase = phase
         try:
             yield
         finally:
@@ -278,7 +296,7 @@ class ContextParallel(SplitModel):
         Raises:
             PrepareError: If the model does not compute equal results with sharded sequences.
             UnsupportedError: If this call cannot be split, for example because it uses a key-value cache while
-                gradients are enabled.
+                gradients are enabled, or gets images, videos or audio beside its tokens.
             DataError: If sequences must be padded, but the labels or the attention do not allow it.
             DryRunFinished: In `run_dry_run_only`, before the model would run.
         """
@@ -289,14 +307,15 @@ class ContextParallel(SplitModel):
                     "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
                 )
             return self._run(CallPhase.FULL, args, kwargs)
+        _refuse_features(kwargs)
         if "use_cache" in self._parameters:
             kwargs = {**kwargs, "use_cache": False}
         kind = self._classify_call(args, kwargs)
         if kind not in self._region_by_kind:
             if self.is_in_stage():
                 raise UnsupportedError(
-                    f"{type(self._model).__name__} now receives labels or num_items_in_batch, but did not when the same function was "
-                    "called for this micro-batch before; with context and pipeline parallelism, it must do the same each time"
+                    f"{get_class_name(self._model)} now receives labels or num_items_in_batch, but did not when the same function "
+                    "was called for this micro-batch before; with context and pipeline parallelism, it must do the same each time"
                 )
             self._region_by_kind[kind] = self._dry_run(args, kwargs)
         if self._stops_after_dry_run:
@@ -306,7 +325,7 @@ class ContextParallel(SplitModel):
         out = self._run(CallPhase.SPLIT, call.args, call.kwargs, region)
         if kind not in self._kinds_with_loss and _has_loss(call, out):
             raise PrepareError(
-                f"{type(self._model).__name__} computes a loss from labels while training, but not in eval() mode, in which context "
+                f"{get_class_name(self._model)} computes a loss from labels while training, but not in eval() mode, in which context "
                 "parallelism compares it with its whole; compute it in both, or outside of the model"
             )
         return self._join_output(call, out, region, is_training=torch.is_grad_enabled())
@@ -331,7 +350,7 @@ class ContextParallel(SplitModel):
             out = self._model(*args, **kwargs)
         if phase is CallPhase.SPLIT and not self._length:
             raise PrepareError(
-                f"{type(self._model).__name__} did not call its first block, where sequences are cut; use fsdp or tp"
+                f"{get_class_name(self._model)} did not call its first block, where sequences are cut; use fsdp or tp"
             )
         return out
 
@@ -413,45 +432,44 @@ class ContextParallel(SplitModel):
         """
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in self._model.modules()):
             raise UnsupportedError(
-                f"{type(self._model).__name__} is compiled, which context parallelism does not support yet; leave torch.compile "
-                "(dynamo_backend) out, or use fsdp or tp"
+                f"{get_class_name(self._model)} is compiled, which context parallelism does not support: it replaces the attention "
+                "calls of the blocks, and compiled code makes no calls that could be replaced. Leave torch.compile (dynamo_backend) "
+                "out, or use fsdp or tp, which support it"
             )
         args, kwargs = _pass_by_name(self._parameters, args, kwargs)
         labels = self._labels.find_labels(args, kwargs)
-        args, kwargs = sequences.shorten_arguments(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
+        args, kwargs = dry_run.shorten_arguments(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
         difference = ""
-        with sequences.enter_evaluation(self._model):
+        with dry_run.enter_evaluation(self._model):
             if labels:
                 with self._labels.observe_ignored_label():
                     self._run(CallPhase.FULL, args, kwargs)
                 ignored = self._labels.choose_dry_run_label(labels)
-                kwargs = sequences.ignore_some_labels(kwargs, labels.keys() & kwargs.keys(), ignored)
+                kwargs = dry_run.ignore_some_labels(kwargs, labels.keys() & kwargs.keys(), ignored)
             full_output = self._run(CallPhase.FULL, args, kwargs)
             for regions in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
-                found = self._try_regions(regions, args, kwargs, full_output)
+                trial = self._try_regions(regions, args, kwargs, full_output)
                 # All ranks must use the same region, or all must raise the error.
                 results = self._everyone.gather_numbers(
-                    [float(isinstance(found, SplitRegion)), float(found is SplitRegion.SUMS)]
+                    [float(trial.region is not None), float(trial.region is SplitRegion.SUMS)]
                 )
-                if all(result == results[0] for result in results) and isinstance(found, SplitRegion):
-                    if found is SplitRegion.BLOCKS:
+                if trial.region is not None and all(result == results[0] for result in results):
+                    if trial.region is SplitRegion.BLOCKS:
                         log.info_once(
                             "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, "
                             "and each rank computes the head and the loss for all tokens",
-                            type(self._model).__name__,
+                            get_class_name(self._model),
                         )
-                    return found
-                difference = str(found)
+                    return trial.region
+                difference = trial.difference or "the results of this rank agree, but not those of another"
         raise PrepareError(
-            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {difference}. {sequences.ADVICE}"
+            f"{get_class_name(self._model)} cannot be cut along its sequences (context parallelism): {difference}. {dry_run.ADVICE}"
         )
 
     def _try_regions(
         self, regions: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], full_output: Any
-    ) -> SplitRegion | str:
-        """Return the first split region for which the outputs equal those of full sequences.
-
-        If there is none, return a description of the difference as a string.
+    ) -> "_RegionTrial":
+        """Return the first split region for which the outputs equal those of full sequences, if there is one.
 
         Args:
             regions: Split regions to try.
@@ -465,17 +483,15 @@ class ContextParallel(SplitModel):
             call = self._split_call(args, kwargs, regions[0])
             out = self._run(CallPhase.SPLIT, call.args, call.kwargs, regions[0])
             if not self._attention.num_calls:
-                return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
+                return _RegionTrial(None, "its blocks never call torch.nn.functional.scaled_dot_product_attention")
             for region in regions:
                 output = self._join_output(call, out, region, is_training=False)
                 is_joined = region is not SplitRegion.BLOCKS
-                difference = sequences.describe_difference(
-                    full_output, output, self._is_exact, is_loss_joined=is_joined
-                )
+                difference = dry_run.describe_difference(full_output, output, self._is_exact, is_loss_joined=is_joined)
                 if not difference:
                     if _has_loss(call, out):
                         self._kinds_with_loss.add(self._classify_call(args, kwargs))
-                    return region
+                    return _RegionTrial(region)
                 first_difference = first_difference or difference
         except Exception as error:  # from the model's code, which may not expect shorter tensors
             fsdp_state.reshard_units(self._model)
@@ -483,26 +499,28 @@ class ContextParallel(SplitModel):
                 raise
             log.debug("dry run of context parallelism", exc_info=True)
             first_difference = f"{type(error).__name__}: {error}"
-        return first_difference
+        return _RegionTrial(None, first_difference)
 
     # ---------------------------------------------------------------- calls of blocks
 
     def _before_block(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a block's forward, return its arguments with this rank's sequence shards.
+        """Before a block's forward, return its arguments with this rank's sequence shards, as (args, kwargs).
 
         The first block's activations are split. Later blocks get shards from the block before them. In training, also
-        switch to this rank's RNG state. Arguments do not change in calls with full sequences.
+        switch to this rank's RNG state. In calls with full sequences, return None, so that torch keeps the arguments.
 
         Raises:
             UnsupportedError: If the block is called outside of the prepared model while gradients are enabled.
             PrepareError: If the block's first argument is not (rows, tokens, width), or if the model changes the length
                 of its sequences between blocks.
         """
-        if self._phase is CallPhase.FULL or (self._phase is CallPhase.NONE and not torch.is_grad_enabled()):
+        if self._phase is CallPhase.FULL:
             return None
         if self._phase is CallPhase.NONE:
+            if not torch.is_grad_enabled():  # such as generation, which computes full sequences
+                return None
             raise UnsupportedError(
-                f"a part of {type(self._model).__name__} was called by itself while training; under context parallelism call the "
+                f"a part of {get_class_name(self._model)} was called by itself while training; under context parallelism call the "
                 "prepared model, which cuts the sequences that its blocks get"
             )
         activations = self._find_activations(args, kwargs)
@@ -510,15 +528,15 @@ class ContextParallel(SplitModel):
         if is_first and self._phase is CallPhase.SPLIT:
             self._set_length(activations)
         shard = sequences.split_sequence(activations, self._axis, 1) if is_first else activations
-        total = shard.shape[1] * self._axis.size
-        if self._phase is CallPhase.SPLIT and sequences.pad_length(self._length, self._axis) != total:
+        padded_length = shard.shape[1] * self._axis.size
+        if self._phase is CallPhase.SPLIT and sequences.pad_length(self._length, self._axis) != padded_length:
             raise PrepareError(
-                f"between its blocks {type(self._model).__name__} changes the length of its sequences, which are cut"
+                f"between its blocks {get_class_name(self._model)} changes the length of its sequences, which are cut"
             )
 
         def split_leaf(leaf: Any) -> Any:
             is_other_tensor = isinstance(leaf, torch.Tensor) and leaf is not activations
-            return self._split_argument(leaf, total) if is_other_tensor else leaf
+            return self._split_argument(leaf, padded_length) if is_other_tensor else leaf
 
         def split_value(value: Any) -> Any:
             return shard if value is activations else tree.map_leaves(split_leaf, value)
@@ -543,7 +561,7 @@ class ContextParallel(SplitModel):
             first = next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
         if not isinstance(first, torch.Tensor) or first.dim() < 3:
             raise PrepareError(
-                f"the first argument of the blocks of {type(self._model).__name__} must be (rows, tokens, width), to be split "
+                f"the first argument of the blocks of {get_class_name(self._model)} must be (rows, tokens, width), to be split "
                 f"along the sequence, but one got {tuple(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__}"
             )
         return first
@@ -575,14 +593,14 @@ class ContextParallel(SplitModel):
 
         return (join_shards(output[0]), *output[1:]) if isinstance(output, tuple) else join_shards(output)
 
-    def _split_argument(self, tensor: torch.Tensor, total: int) -> torch.Tensor:
+    def _split_argument(self, tensor: torch.Tensor, padded_length: int) -> torch.Tensor:
         """Return this rank's shard of a block's argument, split along the dimension that is as long as the sequence.
 
         Return the tensor unchanged if it has no such dimension.
 
         Args:
             tensor: Argument other than the activations, such as a mask or rotary embeddings.
-            total: Length of the padded sequence in tokens.
+            padded_length: Length of the padded sequence in tokens.
         """
 
         def has_sequence_length(dim: int) -> bool:
@@ -591,7 +609,7 @@ class ContextParallel(SplitModel):
             if self._phase is CallPhase.SPLIT:
                 return tensor.shape[dim] == self._length
             # In backward `_length` may be that of a later call.
-            return sequences.pad_length(tensor.shape[dim], self._axis) == total
+            return sequences.pad_length(tensor.shape[dim], self._axis) == padded_length
 
         is_integer = not tensor.is_floating_point() and tensor.dtype != torch.bool
         if is_integer and has_sequence_length(-1):  # position IDs
@@ -618,6 +636,7 @@ class PartialOutput:
         self._length = length
 
     def _raise_partial(self, *_: Any) -> Any:
+        """Raise `UnsupportedError`, with advice on how to get the full output."""
         raise UnsupportedError(
             f"this output of the model is cut along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To use "
             "it while training, call the model without labels. Under torch.no_grad(), the output is whole even with labels"
@@ -635,6 +654,24 @@ class PartialOutput:
         return self._raise_partial()
 
     __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __sub__ = __float__ = _raise_partial
+
+
+def check_options(tensor: TensorParallelOptions, num_ranks: int) -> None:
+    """Raise an error if options of tensor parallelism cannot be combined with context parallelism.
+
+    Args:
+        tensor: Options of tensor parallelism.
+        num_ranks: Number of ranks that split each sequence.
+
+    Raises:
+        UnsupportedError: If `sequence_parallel` or `loss_parallel` is set and there are several ranks.
+    """
+    enabled = [name for name in ("sequence_parallel", "loss_parallel") if num_ranks > 1 and getattr(tensor, name)]
+    if enabled:
+        raise UnsupportedError(
+            f"context parallelism (cp={num_ranks}) cuts sequences itself, which does not work with TensorParallelOptions("
+            f"{', '.join(f'{name}=True' for name in enabled)}); drop {' and '.join(enabled)}, or cp"
+        )
 
 
 def _list_positional(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
@@ -671,6 +708,23 @@ def _has_loss(call: LabeledCall, out: Any) -> bool:
     return call.num_labels is not None and any(_is_loss(each) for each in tree.list_tensors(out))
 
 
+def _refuse_features(kwargs: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedError` if a call gets images, videos or audio beside its tokens.
+
+    Their features replace placeholder tokens. The dry run cuts off most of these tokens but no features, and some models
+    add features in later blocks, too, whose input is split.
+
+    Args:
+        kwargs: Keyword arguments of the call.
+    """
+    features = [name for name in _FEATURE_NAMES if kwargs.get(name) is not None]
+    if features and kwargs.get("input_ids") is not None:
+        raise UnsupportedError(
+            f"context parallelism does not support {', '.join(features)} beside input_ids: features of images, videos or audio "
+            "replace tokens of the sequence, which is split between ranks. Use fsdp or tp"
+        )
+
+
 def _find_block_stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
     """Return the repeated blocks of a model, in order.
 
@@ -683,8 +737,9 @@ def _find_block_stack(model: torch.nn.Module, options: TorchContextParallelConfi
     if not all(id(block) in sibling_ids for block in blocks) or not blocks:
         class_names = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
         raise PrepareError(
-            f"context parallelism needs one stack of blocks, that processes the whole sequence; {type(model).__name__} has these "
-            f"repeated blocks, which are not in one ModuleList: {class_names}. Name the blocks of the stack: "
-            "TorchContextParallelConfig(blocks=('DecoderLayer',)); models with an encoder and a decoder are not supported"
+            f"context parallelism needs one stack of blocks, that processes the whole sequence; {get_class_name(model)} has these "
+            f"repeated blocks, which are not in one ModuleList: {class_names}. Models with an encoder and a decoder, or with a "
+            "tower for images or audio, are not supported: use fsdp or tp. If only one kind of these blocks processes the "
+            "sequence, name it in TorchContextParallelConfig(blocks=...)"
         )
     return blocks

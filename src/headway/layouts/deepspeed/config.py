@@ -25,13 +25,13 @@ _UNSUPPORTED = (
     "zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload",
 )  # fmt: skip
 """Keys of DeepSpeed's JSON that enable features which Headway does not support."""
-_LOADER = "batches come from Headway's loaders; leave it out"
+_LOADER_REASON = "batches come from Headway's loaders; leave it out"
 _REFUSED = {
     **dict.fromkeys(_UNSUPPORTED, "it is not supported; leave it out"),
     "amp": "use mixed_precision='bf16' or 'fp16'",
     "autotuning": "it runs the script many times; choose the sizes yourself",
-    "curriculum_learning": _LOADER,
-    "data_efficiency": _LOADER,
+    "curriculum_learning": _LOADER_REASON,
+    "data_efficiency": _LOADER_REASON,
     "dataloader_drop_last": "set drop_last on the DataLoader",
     "elasticity": "Headway keeps the global batch when a run continues on another number of ranks; leave it out",
     "pipeline": "it is not supported with this engine; leave it out",
@@ -41,6 +41,7 @@ _REFUSED = {
 _SECTIONS_WITH_DEFAULTS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler")
 """Sections in which DeepSpeed has a default for each key, so that "auto" can be removed."""
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+"""Keys with the sizes of batches, which are always written into the JSON."""
 _SCALER_KEYS = ("fp16.initial_scale_power", "fp16.loss_scale_window")
 """Keys that correspond to `init_scale` and `growth_interval` of torch's GradScaler."""
 _SIZE_KEYS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
@@ -194,7 +195,7 @@ def _collect_defaults(run: RunValues) -> dict[str, Any]:
     }
     if run.hidden_size is not None:
         square = run.hidden_size**2
-        sizes = (square, int(0.9 * square), 10 * run.hidden_size)
+        sizes = (square, int(0.9 * square), 10 * run.hidden_size)  # as in Accelerate
         defaults.update({f"zero_optimization.{key}": max(1, size) for key, size in zip(_SIZE_KEYS, sizes)})
     defaults.update({f"optimizer.params.{key}": value for key, value in run.optimizer.items()})
     defaults.update({f"scheduler.params.{key}": value for key, value in run.scheduler.items()})
@@ -273,10 +274,10 @@ def _check_keys(config: Mapping[str, Any], find_known_keys: Callable[[str], list
 
 
 def _check_features(config: HfDeepSpeedConfig) -> None:
-    """Raise `UnsupportedError` if the JSON enables features that Headway does not support. The message names all."""
+    """Raise an `UnsupportedError` that names all features that the JSON enables but Headway does not support."""
     refused = [f"{key}: {remedy}" for key, remedy in _REFUSED.items() if _is_enabled(config.get_value(key))]
     autocast_dtype = str(config.get_value("torch_autocast.dtype"))
-    is_float16 = "16" in autocast_dtype.replace("bfloat16", "")  # "float16", "torch.float16" or "fp16"
+    is_float16 = autocast_dtype in ("torch.float16", "float16", "fp16", "half")  # DeepSpeed's names for it
     if config.get_value("torch_autocast.enabled") and is_float16:
         refused.append("torch_autocast with float16: use mixed_precision='fp16'")
     is_first_stage = config.get_value("zero_optimization.stage") == 1

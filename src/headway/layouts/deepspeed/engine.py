@@ -48,10 +48,11 @@ class ZeroEngine:
                 f"DeepSpeed {deepspeed.__version__} created a {type(self.zero_optimizer).__name__} without {', '.join(missing)}; "
                 "Headway is tested with DeepSpeed 0.19.8: pip install 'deepspeed>=0.19.8'"
             )
+        # State of the current accumulation window; `_reset_window` has the same initial values
         self.has_gradients = False
-        self._has_final_gradients = False  # reduced over the ranks and partitioned
-        self._is_window_closed = False
-        self._has_run_forward = False  # since the last backward
+        self._has_final_gradients = False  # whether they are reduced over the ranks and partitioned
+        self._is_window_closed = False  # whether the last backward of the window has run, so that gradients can be read
+        self._has_run_forward = False  # whether a forward has run since the last backward
         self._num_pending_backwards = 0  # forwards whose backward has not run
         self._correction = 1.0  # factor of the window's gradients
         self._max_norm = 0.0  # 0: `limit_norm` was not called in this window
@@ -129,9 +130,11 @@ class ZeroEngine:
         shard: torch.Tensor | None = None
         if self.stage == 3:
             optimizer = self.zero_optimizer
-            if hasattr(parameter, "ds_id") and optimizer.get_param_id(parameter) in optimizer.grad_position:
+            is_partitioned = hasattr(parameter, "ds_id")  # DeepSpeed's mark for parameters that stage 3 has partitioned
+            if is_partitioned and optimizer.get_param_id(parameter) in optimizer.grad_position:
                 shard = optimizer._get_fp32_grad_state_partition(parameter, True)[0]
         else:
+            # DeepSpeed's attribute: where this rank's range is in the flat low-precision (lp) and float32 (hp) tensors
             mapping = getattr(parameter, "_hp_mapping", None)
             if mapping is not None:
                 shard = mapping.get_lp_grad_fragment(parameter._index_in_param_group)

@@ -87,11 +87,11 @@ class HfDeepSpeedConfig:
         del node[key]
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether the JSON sets a dotted name to a true value."""
+        """Whether the JSON sets a dotted name to a true value. False if the name is missing."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether the JSON sets a dotted name to a false value."""
+        """Whether the JSON sets a dotted name to a false value. False if the name is missing."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
@@ -118,6 +118,9 @@ def _read_config(config: Any) -> dict[str, Any]:
 
     Args:
         config: A dict, an object with such a dict as its attribute `config`, a path, JSON text or its base64 encoding.
+
+    Raises:
+        ConfigError: If the argument has another type, or if its JSON is invalid or is not an object.
     """
     if isinstance(config, Mapping):
         return deepcopy(dict(config))

@@ -18,7 +18,7 @@ TOP_LEVEL = frozenset(
 )
 """Top-level keys that DeepSpeed accepts in its JSON."""
 
-_CLASSES = {
+_CLASS_PATHS = {
     "activation_checkpointing": None,
     "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
     "comms_logger": "deepspeed.comm.config:CommsConfig",
@@ -52,7 +52,7 @@ def find_known_keys(section: str) -> list[str] | None:
     if section in _KEYS_WITHOUT_CLASS:
         return _KEYS_WITHOUT_CLASS[section]
     top_section, *nested_sections = section.split(".")
-    path = _CLASSES.get(top_section)
+    path = _CLASS_PATHS.get(top_section)
     if path is None:
         return None
     module, _, class_name = path.partition(":")

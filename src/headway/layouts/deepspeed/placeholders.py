@@ -12,6 +12,8 @@ _ENGINE = "deepspeed"
 class DummyOptim(OptimizerPlaceholder):
     """Placeholder for the optimizer that DeepSpeed's JSON defines. `prepare()` returns the real optimizer.
 
+    `prepare()` raises PrepareError if the run does not use DeepSpeed, and ConfigError if the JSON defines no optimizer.
+
     Args:
         params: Parameters or parameter groups.
         lr: Learning rate, used if the JSON has "auto". Default: 0.001.
@@ -32,14 +34,15 @@ class DummyOptim(OptimizerPlaceholder):
 class DummyScheduler(SchedulerPlaceholder):
     """Placeholder for the scheduler that DeepSpeed's JSON or a function defines.
 
-    `prepare()` returns the real scheduler.
+    `prepare()` returns the real scheduler. It raises PrepareError if the run does not use DeepSpeed.
 
     Args:
-        optimizer: Optimizer or its placeholder.
+        optimizer: Optimizer of the schedule, or its `DummyOptim`. Prepare it earlier, or in the same call.
         total_num_steps: Number of optimizer steps of a single-process run, used if the JSON has "auto". None (the
             default): an "auto" is removed from the JSON, so that the scheduler's own default applies.
         warmup_num_steps: Number of warm-up steps, used if the JSON has "auto". Default: 0.
-        lr_scheduler_callable: Function that creates the scheduler from the optimizer. None: the JSON defines it.
+        lr_scheduler_callable: Function that creates the scheduler from the optimizer. None (the default): the JSON
+            defines it.
         kwargs: Values for other "auto" settings of the scheduler, by name.
     """
 

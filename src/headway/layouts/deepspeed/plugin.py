@@ -34,9 +34,10 @@ _FIELDS = {
 
 @dataclass
 class DeepSpeedPlugin:
-    """DeepSpeed's settings, with Accelerate's names and defaults.
+    """DeepSpeed's settings, with Accelerate's names and defaults, for `Accelerator(deepspeed_plugin=...)`.
 
-    A value given here replaces an "auto" in the JSON. If the JSON has a different value, an error names both.
+    DeepSpeed then runs forward, backward and update. A value given here replaces an "auto" in the JSON. If the JSON has
+    a different value, an error names both. All fields but `is_train_batch_min` are None by default.
 
     Attributes:
         hf_ds_config: DeepSpeed's JSON: a dict, a path, or its text. None: it is created from the other fields.
@@ -44,7 +45,7 @@ class DeepSpeedPlugin:
         gradient_clipping: Largest gradient norm. None or "auto": the argument of `clip_grad_norm_` is used.
         zero_stage: ZeRO stage 1, 2 or 3. None: the stage in the JSON, or 2 if the JSON has none.
         is_train_batch_min: Whether DeepSpeed is configured with the smallest of the loaders' batch sizes. False: with
-            the largest.
+            the largest. Default: True.
         offload_optimizer_device: Device for optimizer state: "none", "cpu" or "nvme" (which needs a path). None: as in
             the JSON.
         offload_param_device: Device for parameters: "none", "cpu" or "nvme" (which needs a path). "cpu" and "nvme" need
@@ -63,6 +64,11 @@ class DeepSpeedPlugin:
         ConfigError: If the JSON is invalid, a field contradicts it, a device is unknown, or an offload lacks its path
             or its stage.
         UnsupportedError: If ZeRO stage 0, MS-AMP or `zero3_init_flag=True` is requested.
+
+    Example::
+
+        plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
+        accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
     """
 
     hf_ds_config: Any = None

@@ -36,13 +36,13 @@ class StandIns:
         self.optimizer_values: dict[str, Any] = {}
         self.scheduler_values: dict[str, Any] = {}
 
-    def get_replacement(self, placeholder: Placeholder, share: int) -> Any:
+    def get_replacement(self, placeholder: Placeholder, update_ratio: int) -> Any:
         """Return the optimizer or scheduler that replaces a placeholder. It is created by the first call.
 
         Args:
             placeholder: Placeholder that the script has prepared.
-            share: Number of processes. It divides a scheduler's `total_num_steps`, which is given for a single-process
-                run.
+            update_ratio: Number of updates that a single-process run makes on the data of one update of this run. A
+                scheduler's `total_num_steps`, which is given for a single-process run, is divided by it.
 
         Raises:
             ConfigError: If the JSON does not define the object, or defines it with settings that do not fit.
@@ -55,7 +55,7 @@ class StandIns:
                 replacement = self._create_optimizer(placeholder)
             else:
                 assert isinstance(placeholder, DummyScheduler)
-                replacement = self._create_scheduler(placeholder, share)
+                replacement = self._create_scheduler(placeholder, update_ratio)
             self._replacements[id(placeholder)] = placeholder, replacement
         _, replacement = self._replacements[id(placeholder)]
         return replacement
@@ -95,12 +95,12 @@ class StandIns:
             raise ConfigError(f"optimizer.params in DeepSpeed's JSON do not fit {name}: {error}") from None
         return optimizer
 
-    def _create_scheduler(self, dummy: DummyScheduler, share: int) -> Any:
+    def _create_scheduler(self, dummy: DummyScheduler, update_ratio: int) -> Any:
         """Return the scheduler that the placeholder's function creates, or DeepSpeed's of the type in the JSON.
 
         Args:
             dummy: Placeholder with the optimizer and the values for "auto".
-            share: Number of processes, which divides `total_num_steps`.
+            update_ratio: Number of updates of a single-process run per update of this run, which divides `total_num_steps`.
 
         Raises:
             ConfigError: If there is no function, and the JSON has no scheduler or an unknown type.
@@ -125,7 +125,7 @@ class StandIns:
             **dummy.kwargs,
         }
         if dummy.total_num_steps is not None:
-            self.scheduler_values["total_num_steps"] = math.ceil(dummy.total_num_steps / share)
+            self.scheduler_values["total_num_steps"] = math.ceil(dummy.total_num_steps / update_ratio)
         params = _replace_auto(self._config.get_value("scheduler.params") or {}, self.scheduler_values)
         return getattr(lr_schedules, kind)(optimizer, **params)
 

@@ -2,7 +2,8 @@
 
 The engine needs the model together with its optimizer. `setup_model` only keeps the model, and `create_engine` creates
 the engine when both have been prepared. The user's model and optimizer objects stay in use (`optimizer.py`).
-Corrections for accumulation windows use the engine's loss scale (`engine.py`).
+Corrections for accumulation windows use the engine's loss scale (`engine.py`). Checkpoints contain each rank's shards of
+the engine's state (`zero_state.py`).
 """
 
 import logging
@@ -27,8 +28,9 @@ from headway.layouts.adapters import check_adapters
 from headway.layouts.deepspeed.config import DeepSpeedConfigReport, RunValues, complete_config
 from headway.layouts.deepspeed.engine import ZeroEngine
 from headway.layouts.deepspeed.known_keys import find_known_keys
-from headway.layouts.deepspeed.optimizer import PartitionedOptimizer, ZeroState
+from headway.layouts.deepspeed.optimizer import PartitionedOptimizer
 from headway.layouts.deepspeed.stand_ins import StandIns
+from headway.layouts.deepspeed.zero_state import ZeroState
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -96,10 +98,11 @@ class DeepSpeedStrategy(Strategy):
         self._plugin = plugin
         self._options = options
         self._stand_ins = StandIns(plugin.hf_ds_config)
-        self._model: torch.nn.Module | None = None
+        self._model: torch.nn.Module | None = None  # set by `setup_model`
+        # `create_engine` sets these three together.
         self._zero_engine: ZeroEngine | None = None
-        self._partitioned: PartitionedOptimizer | None = None
-        self._state: ZeroState | None = None
+        self._partitioned: PartitionedOptimizer | None = None  # the user's optimizer and the copy that the engine steps
+        self._state: ZeroState | None = None  # for checkpoints
 
     # ---------------------------------------------------------------- the engine
 
@@ -184,20 +187,24 @@ class DeepSpeedStrategy(Strategy):
         log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(report.format_lines()))
         return (self._partitioned.stepped_copy,)
 
-    def replace_placeholder(self, placeholder: Placeholder, share: int) -> Any:
-        """Return the optimizer or scheduler that DeepSpeed's JSON defines, in place of a placeholder.
+    def replace_placeholder(self, placeholder: Placeholder, update_ratio: int) -> Any:
+        """Return the optimizer or scheduler that replaces a placeholder, as DeepSpeed's JSON defines it.
+
+        A scheduler placeholder with an `lr_scheduler_callable` is replaced by that function's scheduler. Later calls with the
+        same placeholder return the same object.
 
         Args:
             placeholder: Placeholder that the script has prepared.
-            share: Number of processes. It divides a scheduler's `total_num_steps`, which is given for a single-process
-                run.
+            update_ratio: Number of updates that a single-process run makes on the data of one update of this run. A
+                scheduler's `total_num_steps`, which is given for a single-process run, is divided by it.
 
         Raises:
-            ConfigError: If the JSON does not define the object, or defines it with settings that do not fit.
-            UnsupportedError: If the JSON's optimizer is not one of torch's that are supported.
-            PrepareError: If a scheduler's `DummyOptim` is not prepared.
+            ConfigError: If the JSON does not define the object, names an unknown scheduler, or has optimizer settings that the
+                class does not accept.
+            UnsupportedError: If the JSON's optimizer is not one of the supported torch optimizers.
+            PrepareError: If the `DummyOptim` of a scheduler is not prepared.
         """
-        return self._stand_ins.get_replacement(placeholder, share)
+        return self._stand_ins.get_replacement(placeholder, update_ratio)
 
     def _create_partitioned_optimizer(
         self, user_optimizer: torch.optim.Optimizer, config: dict[str, Any]
@@ -255,6 +262,11 @@ class DeepSpeedStrategy(Strategy):
         return ZeroEngine(engine, self._stage)
 
     def _require_engine(self) -> ZeroEngine:
+        """Return the ZeRO engine.
+
+        Raises:
+            PrepareError: If the engine does not exist yet, because the model's optimizer was not prepared.
+        """
         if self._zero_engine is None:
             raise PrepareError(
                 "DeepSpeed needs the model's optimizer before a forward with gradients: prepare both, in one call or two; for "
@@ -430,6 +442,7 @@ class DeepSpeedStrategy(Strategy):
             self._state.apply_loaded_values()
 
     def _destroy_process_group(self) -> None:
+        """Destroy the default process group, if there is one."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -475,9 +488,9 @@ def _check_scaler(options: EngineOptions, precision: str) -> None:
         UnsupportedError: If the scale should not double and halve.
         ConfigError: If the initial scale is not a power of two.
     """
-    scaler = options.scaler
     if precision != "fp16":
         return
+    scaler = options.scaler
     if scaler.growth_factor != 2.0 or scaler.backoff_factor != 0.5:
         raise UnsupportedError(
             "DeepSpeed's fp16 loss scale always doubles and halves; leave growth_factor and backoff_factor out"

@@ -1,6 +1,6 @@
 """Support for bitsandbytes optimizers, including 8-bit and paged ones: state conversion and overridden options."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,18 @@ _NESTED_KEY = "__bnb_optimizer_quant_state__"
 """Key under which an optimizer's `state_dict` nests quantization codes, scales and code tables."""
 _MOMENTS = ("state1", "state2")
 """Names of the state tensors that contain an optimizer's moments."""
+
+
+class GroupPosition(NamedTuple):
+    """Position of a parameter in an optimizer.
+
+    Attributes:
+        group_index: Index of the parameter's group.
+        parameter_index: Index of the parameter in this group.
+    """
+
+    group_index: int
+    parameter_index: int
 
 
 def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -57,19 +69,35 @@ def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
         scales, table = state.get(f"absmax{name[-1]}"), state.get(f"qmap{name[-1]}")
         is_stacked = local.ndim > num_dims
         for index, codes in enumerate(local if is_stacked else [local]):
+            values = codes  # a moment with 32 bits has no scales and no table
             if scales is not None and table is not None:
                 # Scales and table are DTensors if the parameter's shard has their size, such as 256 values.
                 local_scales = get_local_shard(scales)
                 block_scales = local_scales[index] if is_stacked else local_scales
-                values = dequantize_blocks(
-                    codes.to(block_scales.device), block_scales, get_local_shard(table), BLOCK_SIZE
-                )
-            else:
-                values = codes  # a moment with 32 bits
+                codes_on_device = codes.to(block_scales.device)
+                values = dequantize_blocks(codes_on_device, block_scales, get_local_shard(table), BLOCK_SIZE)
             values = values.cpu()  # values of all parameters could exceed the device's memory
             exported_name = f"{name}_{index}" if is_stacked else name
             exported[exported_name] = values if dtensor is None else replace_local(dtensor, values, dtensor.stride())
     return exported
+
+
+def describe_export(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state as `export_entry` would, with meta tensors in place of this rank's moments."""
+    described = {}
+    state = _flatten_entry(entry)
+    num_dims = min((state[name].ndim for name in _MOMENTS if isinstance(state.get(name), torch.Tensor)), default=0)
+    for name, value in state.items():
+        if name in _MOMENTS and isinstance(value, torch.Tensor):
+            shape = get_local_shard(value).shape
+            is_stacked = len(shape) > num_dims
+            dtype = value.dtype if value.is_floating_point() else torch.float32
+            for index in range(shape[0] if is_stacked else 1):
+                exported_name = f"{name}_{index}" if is_stacked else name
+                described[exported_name] = torch.empty(shape[1:] if is_stacked else shape, dtype=dtype, device="meta")
+        elif not name.startswith(("qmap", "absmax")):
+            described[name] = value
+    return described
 
 
 def _flatten_entry(entry: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +107,7 @@ def _flatten_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def import_entry(
-    optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any], position: tuple[int, int]
+    optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any], position: GroupPosition
 ) -> dict[str, Any]:
     """Convert a parameter's portable state to the optimizer's own: 8-bit codes, scales and tables, or 32-bit values.
 
@@ -89,7 +117,7 @@ def import_entry(
         entry: State as `export_entry` returns it. A state that has quantization tables (`qmap...`) is already in the
             optimizer's form. It is returned unchanged, except that nested values of a state dict are moved to the top
             level and to the parameter's device.
-        position: Index of the parameter's group, and index of the parameter in this group.
+        position: Position of the parameter in the optimizer.
 
     Raises:
         CheckpointError: If the state contains quantization codes of the whole parameter, but the parameter is sharded.
@@ -107,7 +135,7 @@ def import_entry(
         }
     if any(name.startswith("qmap") for name in entry):
         return entry
-    optimizer.init_state(optimizer.param_groups[position[0]], shard, *position)
+    optimizer.init_state(optimizer.param_groups[position.group_index], shard, *position)
     state: dict[str, Any] = optimizer.state.pop(shard)
     for name, value in entry.items():
         if not name.startswith("state"):
@@ -116,13 +144,14 @@ def import_entry(
         moment, _, index = name.partition("_")  # "state1_0" is the first of two moments that `state1` stacks
         target = state[moment][int(index)] if index else state[moment]
         values = get_local_shard(value).detach()
-        if target.dtype == torch.uint8:
-            table, scales = state[f"qmap{moment[-1]}"], state[f"absmax{moment[-1]}"]
-            codes, new_scales = quantize_blocks(values.to(scales.device, torch.float32), table, BLOCK_SIZE)
-            target.copy_(codes)
-            (scales[int(index)] if index else scales).copy_(new_scales)
-        else:
+        if target.dtype != torch.uint8:  # a moment with 32 bits
             target.copy_(values)
+            continue
+        table, all_scales = state[f"qmap{moment[-1]}"], state[f"absmax{moment[-1]}"]
+        scales = all_scales[int(index)] if index else all_scales
+        codes, new_scales = quantize_blocks(values.to(scales.device, torch.float32), table, BLOCK_SIZE)
+        target.copy_(codes)
+        scales.copy_(new_scales)
     if is_dtensor(parameter):
         for name in _MOMENTS:
             if name in state and state[name].shape == shard.shape:
@@ -149,14 +178,14 @@ def register_overrides(optimizer: Any) -> None:
                 manager.index2config[(group_index, index)] = manager.pid2config[id(parameter)]
 
 
-def count_empty_step(optimizer: Any, parameter: torch.Tensor, position: tuple[int, int]) -> None:
+def count_empty_step(optimizer: Any, parameter: torch.Tensor, position: GroupPosition) -> None:
     """Increase the step count of an empty shard, for which bitsandbytes launches no kernel. Create a missing state.
 
     Args:
         optimizer: Optimizer of bitsandbytes.
         parameter: Plain tensor without elements, which is a key of the optimizer's state.
-        position: Index of the parameter's group, and index of the parameter in this group.
+        position: Position of the parameter in the optimizer.
     """
     if parameter not in optimizer.state:
-        optimizer.init_state(optimizer.param_groups[position[0]], parameter, *position)
+        optimizer.init_state(optimizer.param_groups[position.group_index], parameter, *position)
     optimizer.state[parameter]["step"] += 1

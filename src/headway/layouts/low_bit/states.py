@@ -16,6 +16,7 @@ from headway.core.strategies.fully_sharded.dtensors import assemble_boxes, get_l
 from headway.core.weights.pieces import ShardPiece, is_dtensor
 from headway.errors import CheckpointError, UnsupportedError
 from headway.layouts.low_bit import _torch, bitsandbytes, torchao
+from headway.layouts.low_bit.bitsandbytes import GroupPosition
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -48,6 +49,20 @@ def export_state(optimizer: torch.optim.Optimizer, entry: Any) -> Any:
     if is_wrapped or torchao.keeps_low_bit_state(optimizer):
         return torchao.export_entry(entry)
     return bitsandbytes.export_entry(entry) if bitsandbytes.keeps_low_bit_state(optimizer) else entry
+
+
+def describe_export(optimizer: torch.optim.Optimizer, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter as `export_state` would, with meta tensors in place of this rank's moments.
+
+    No values are read, so the tensors of `entry` can be fake.
+
+    Args:
+        optimizer: Optimizer that keeps the state, of any class. Without low-bit states, `entry` is returned unchanged.
+        entry: State of the parameter.
+    """
+    if torchao.keeps_low_bit_state(optimizer):
+        return torchao.describe_export(entry)
+    return bitsandbytes.describe_export(entry) if bitsandbytes.keeps_low_bit_state(optimizer) else entry
 
 
 def quantize_states(optimizer: torch.optim.Optimizer) -> None:
@@ -93,11 +108,11 @@ def quantize_states(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _iterate_positions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-    """Yield pairs of (position, parameter): index of the parameter's group and its index in the group, parameter."""
+def _iterate_positions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[GroupPosition, torch.Tensor]]:
+    """Yield (position in the optimizer, parameter) for each parameter of all groups."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            yield (group_index, index), parameter
+            yield GroupPosition(group_index, index), parameter
 
 
 def _check_package(optimizer: torch.optim.Optimizer, entry: dict[str, Any]) -> None:
@@ -250,6 +265,7 @@ class EqualRounding:
             module.manual_seed(seed)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Restore the RNG state after the optimizer step. Called by torch as a hook."""
         self.restore()
 
     def restore(self) -> None:

@@ -55,6 +55,16 @@ def _dequantize(tensor: Any) -> Any:
     return replace_local(tensor, values, tensor.stride()) if is_dtensor(tensor) else values
 
 
+def describe_export(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state as `export_entry` would, with meta tensors in place of this rank's moments."""
+    return {
+        name: torch.empty(get_local_shard(value).shape, device="meta")
+        if name in _SIGNED and isinstance(value, torch.Tensor)
+        else value
+        for name, value in entry.items()
+    }
+
+
 def import_entry(optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with its moments quantized by the optimizer's own rules.
 

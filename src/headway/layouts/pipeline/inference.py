@@ -24,20 +24,20 @@ def prepare_pippy(
 ) -> torch.nn.Module:
     """Distribute a model over processes for inference: each process keeps some of the model's blocks on its device.
 
-    The given model is returned, in evaluation mode. Call it on every process with equal inputs. A batch passes
-    through the processes in chunks. A single process only moves the model to its device. For training, use
-    `Accelerator(strategy="pp")`.
+    The given model is returned, in evaluation mode. Call both this function and the model on every process, the model
+    with equal inputs. A batch passes through the processes in chunks. A single process only moves the model to its
+    device. An Accelerator is not needed. For training, use `Accelerator(strategy="pp")`.
 
     Args:
         model: Model to distribute, built on every process. The values of process 0 are used.
         split_points: "auto" for an equal number of blocks per process, or a list with the name of the first block of
             each process after process 0. Default: "auto".
-        no_split_module_classes: Class names of the blocks. None: the blocks are the modules that are repeated in the
-            module tree.
+        no_split_module_classes: Class names of the blocks. None (the default): the blocks are the modules that are
+            repeated in the module tree.
         example_args: Ignored; accepted for compatibility with Accelerate. Shapes are found when the model is called.
         example_kwargs: Ignored; accepted for compatibility with Accelerate.
-        num_chunks: Number of chunks into which a batch is split. None: the number of processes. A batch with fewer rows
-            is split into chunks of one row.
+        num_chunks: Number of chunks into which a batch is split. None (the default): the number of processes. A batch
+            with fewer rows is split into chunks of one row.
         gather_output: Whether all processes get the outputs. False: only the last process gets them, and the others get
             None. Default: False.
 
@@ -47,6 +47,12 @@ def prepare_pippy(
         ConfigError: If `num_chunks` is less than 1, or if `split_points` does not name one block for each process after
             process 0, in order.
         UnsupportedError: If the model is compiled as a whole.
+
+    Example::
+
+        model = prepare_pippy(model, gather_output=True)
+        with torch.no_grad():
+            outputs = model(inputs)
     """
     if split_points != "auto" and isinstance(split_points, str):
         raise ConfigError(f"split_points={split_points!r}; give 'auto' or a list of names of blocks")

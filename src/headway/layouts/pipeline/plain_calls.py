@@ -9,22 +9,21 @@ gradients to the previous stages.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from headway.core.runtime.collectives.tree import Tree, concatenate, find_batch_size, list_tensors, map_tensors
+from headway.core.runtime.collectives.tree import Tree, concatenate, find_batch_size, list_tensors
 from headway.errors import StateError, UnsupportedError
 from headway.layouts.pipeline.runner import (
     PipelineBatch,
     PipelineRunner,
-    advance_generators,
-    isolate_generators,
     rebuild_error,
     start_transfers,
     wait_for_transfers,
 )
+from headway.layouts.pipeline.stage_rng import advance_generators, isolate_generators
 
 
 class OutputGradients:
@@ -64,6 +63,7 @@ class _DetachedOutputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Store the gradients of the outputs, and end the backward of this part of the graph. Inputs get no gradients."""
         ctx.output_grads.grads = grads
         return (None, None, *[None] * len(grads))
 
@@ -86,6 +86,22 @@ class PendingForward:
     stage_graphs: PipelineBatch | None
     outputs: list[torch.Tensor]
     block_outputs: list[torch.Tensor]
+
+
+class _ForwardResult(NamedTuple):
+    """Result of the forward of a direct call on this rank. Both lists are empty except on the last stage.
+
+    Attributes:
+        description: Description of the model's outputs, a `StageActivation`.
+        outputs: Tensors of the outputs.
+        block_outputs: Outputs of the last block for the entire batch.
+        batch: Batch with the autograd graphs of this rank's stages.
+    """
+
+    description: Any
+    outputs: list[torch.Tensor]
+    block_outputs: list[torch.Tensor]
+    batch: PipelineBatch
 
 
 class PlainCalls:
@@ -123,14 +139,12 @@ class PlainCalls:
                 f"PipelineOptions(schedule={runner.options.schedule!r}) runs forward and backward in turn, so {runner.router.kind} "
                 "cannot be called with gradients; use accelerator.forward_backward(batch, fn), or schedule='gpipe'"
             )
-        description, outputs, block_outputs, batch = self._forward(call, args, kwargs)
-        if not is_shared:
-            return description.fill_slots(outputs) if runner.is_last else None
-        return self._share_outputs(description, outputs, block_outputs, batch, needs_grads)
+        result = self._forward(call, args, kwargs)
+        if is_shared:
+            return self._share_outputs(result, needs_grads)
+        return result.description.fill_slots(result.outputs) if runner.is_last else None
 
-    def _forward(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], PipelineBatch]:
+    def _forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _ForwardResult:
         """Run the blocks in micro-batches, and on the last stage the rest of the model on the entire batch.
 
         Args:
@@ -138,14 +152,11 @@ class PlainCalls:
             args: Positional arguments for the entire batch.
             kwargs: Keyword arguments for the entire batch.
 
-        Returns:
-            Tuple of (description of the outputs, output tensors, outputs of the last block for the entire batch, batch
-                with the autograd graphs of this rank's stages). Both lists are empty except on the last stage.
-
         Raises:
             HeadwayError: On the other ranks, if a stage fails. The rank of that stage raises the original error.
         """
-        runner, last = self._runner, self._runner.num_stages - 1
+        runner = self._runner
+        last_stage = runner.num_stages - 1
         micro_batches = runner.split_call(args, kwargs)
 
         def compute_stage(stage_index: int, number: int, received: Tree) -> Tree:
@@ -162,9 +173,9 @@ class PlainCalls:
             if runner.is_last:
                 try:
                     received, block_outputs = self._join_micro_batches(batch, micro_batches)
-                    stage_rng.seed_micro_batch(last, batch.num_microbatches)
+                    stage_rng.seed_micro_batch(last_stage, batch.num_microbatches)
                     result = runner.router.run(
-                        last, received, lambda: call(*args, **kwargs), runs_to_end=True, is_after_blocks=True
+                        last_stage, received, lambda: call(*args, **kwargs), runs_to_end=True, is_after_blocks=True
                     )
                 except Exception as error:
                     failure = error
@@ -174,8 +185,8 @@ class PlainCalls:
         if failure is not None:  # the original error, with its traceback
             raise failure
         if error_of_last_stage is not None:
-            raise rebuild_error(error_of_last_stage, last, runner.last_rank)
-        return description, list(list_tensors(result)), block_outputs, batch
+            raise rebuild_error(error_of_last_stage, last_stage, runner.last_rank)
+        return _ForwardResult(description, list(list_tensors(result)), block_outputs, batch)
 
     def _run_forwards(self, batch: PipelineBatch) -> None:
         """Run the forwards of those micro-batches that `PipelineRunner.begin_batch` has not already run."""
@@ -217,43 +228,36 @@ class PlainCalls:
                     "PipelineOptions(num_microbatches=1)"
                 )
         joined = concatenate(outputs) if is_split else outputs[0]
-        requires_grad = iter([tensor.requires_grad for tensor in stage.outputs[0]])
-        joined = map_tensors(lambda t: t.requires_grad_(next(requires_grad) and torch.is_grad_enabled()), joined)
-        return joined, list(list_tensors(joined))
+        tensors = list(list_tensors(joined))
+        # The tensors are leaves of the graph of the computation after the blocks.
+        for tensor, stage_output in zip(tensors, stage.outputs[0]):
+            tensor.requires_grad_(stage_output.requires_grad and torch.is_grad_enabled())
+        return joined, tensors
 
-    def _share_outputs(
-        self,
-        description: Any,
-        outputs: list[torch.Tensor],
-        block_outputs: list[torch.Tensor],
-        batch: PipelineBatch,
-        needs_grads: bool,
-    ) -> Any:
+    def _share_outputs(self, result: _ForwardResult, needs_grads: bool) -> Any:
         """Broadcast the last stage's outputs to all ranks, prepare their backward, and return them.
 
         Args:
-            description: Description of the outputs, a `StageActivation`.
-            outputs: Tensors of the outputs. Empty except on the last stage.
-            block_outputs: Outputs of the last block for the entire batch. Empty except on the last stage.
-            batch: Batch whose stages hold the autograd graphs of the micro-batches.
+            result: Result of the forward on this rank.
             needs_grads: Whether gradients are needed.
         """
         runner = self._runner
         if runner.is_last:
-            values = [tensor.detach().contiguous() for tensor in outputs]
+            values = [tensor.detach().contiguous() for tensor in result.outputs]
         else:
-            values = description.allocate_buffers(runner.device)
+            values = result.description.allocate_buffers(runner.device)
         runner.group.broadcast_in_place(values, runner.last_rank)
-        indices = [index for index, (_, _, requires_grad) in enumerate(description.metas) if requires_grad]
+        indices = [index for index, (_, _, requires_grad) in enumerate(result.description.metas) if requires_grad]
         if needs_grads and indices:
             self._pending = [pending for pending in self._pending if pending.output_grads() is not None]
             output_grads, anchor = OutputGradients(), torch.zeros((), device=runner.device, requires_grad=True)
             leaves = _DetachedOutputs.apply(anchor, output_grads, *(values[index] for index in indices))  # type: ignore[no-untyped-call]
             for index, leaf in zip(indices, leaves):
                 values[index] = leaf
-            own_outputs = [outputs[index] for index in indices] if runner.is_last else []
-            self._pending.append(PendingForward(weakref.ref(output_grads), batch, own_outputs, block_outputs))
-        return description.fill_slots(values)
+            own_outputs = [result.outputs[index] for index in indices] if runner.is_last else []
+            pending = PendingForward(weakref.ref(output_grads), result.batch, own_outputs, result.block_outputs)
+            self._pending.append(pending)
+        return result.description.fill_slots(values)
 
     # ---------------------------------------------------------------- backward
 
@@ -274,7 +278,8 @@ class PlainCalls:
         The calls are processed in reverse order, as in autograd.
 
         Args:
-            calls: Calls that `list_pending` returned before the script's backward.
+            calls: Pairs that `list_pending` returned before the script's backward. Pairs whose second item is None are
+                skipped.
             retains_graph: Whether the script's backward keeps its graph (`retain_graph=True`), which is not supported.
 
         Raises:
@@ -330,7 +335,7 @@ class PlainCalls:
             stage: Last stage, which gets the gradients.
             batch: Autograd graphs of the micro-batches.
             pending: Model call whose backward runs.
-            grads: Gradients of the outputs of this call.
+            grads: Gradient of each output of this call. None for outputs that the loss does not use.
         """
         reached = [(output, grad) for output, grad in zip(pending.outputs, grads) if grad is not None]
         torch.autograd.backward([output for output, _ in reached], [grad for _, grad in reached])

@@ -16,11 +16,7 @@ with seeds derived from its number.
 """
 
 import pickle
-import random
-import sys
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,8 +29,6 @@ from headway.core.config.parallelism import PipelineOptions
 from headway.core.memory.oom import is_out_of_memory
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import Tree, compute_slice_bounds, find_batch_size, slice_rows
-from headway.core.runtime.device import Hardware
-from headway.core.runtime.seed import mix_seed, read_rng_states, write_rng_states
 from headway.core.strategies.fully_sharded.fsdp_state import find_autograd_parameters
 from headway.errors import CollectiveError, HeadwayError, LossError, PeerOutOfMemory, UnsupportedError
 from headway.layouts.pipeline.stage_forward import CallCache, ModuleRouter, describe_call
@@ -50,9 +44,6 @@ Compute = Callable[[int, int, Tree], Tree]
 
 Returns the output of the stage's last block, or the loss.
 """
-
-_GENERATORS = ("python", "numpy", "torch", "device")
-"""Names of the random generators that a stage can use, as in `read_rng_states`. "device": that of the accelerator."""
 
 
 @dataclass(frozen=True)
@@ -179,16 +170,22 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- parts of a batch
 
-    def split_batch(self, batch: Tree) -> list[Tree]:
+    def split_batch(self, batch: Tree, split: Callable[[Tree, int, int], Tree] | None = None) -> list[Tree]:
         """Return the micro-batches of a batch.
 
         Their number is the largest that the schedule supports, up to the requested number and the number of rows.
+
+        Args:
+            batch: Batch of this rank.
+            split: Function from (batch, start, stop) to these rows of the batch. None: slice all tensors that have as
+                many rows as the batch.
         """
         num_rows = find_batch_size(batch) or 1
         bounds = self._compute_bounds(num_rows)
         if len(bounds) == 1:
             return [batch]
-        return [slice_rows(batch, start, stop, num_rows) for start, stop in bounds]
+        slice_batch = partial(slice_rows, num_rows=num_rows) if split is None else split
+        return [slice_batch(batch, start, stop) for start, stop in bounds]
 
     def split_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return the (args, kwargs) of a model call for each micro-batch.
@@ -327,14 +324,17 @@ class PipelineRunner:
         """
         activations: list[StageActivation] = []
         for stage_index, rank in enumerate(self.rank_of_stage):
-            stage, failure, own_activation = batch.stages.get(stage_index), None, None
+            stage = batch.stages.get(stage_index)  # None if another rank has the stage
+            own_activation: StageActivation | None = None
+            failure: Exception | None = None
             if stage is not None:
                 try:
                     stage.compute(number)
                     own_activation = self._check_sendable(stage.activations[number])
                 except Exception as error:
                     failure = error
-            activation, stage_error = self.group.gather_objects(StageResult.build(own_activation, failure))[rank]
+            results_by_rank = self.group.gather_objects(StageResult.build(own_activation, failure))
+            activation, stage_error = results_by_rank[rank]
             if failure is not None:
                 raise failure
             if stage_error is not None:
@@ -504,115 +504,3 @@ def check_loss(loss: Any) -> None:
             f"the function given to forward_backward returned {text}; it must return the loss of its micro-batch, a scalar tensor "
             "that depends on trainable parameters"
         )
-
-
-class StageRNG:
-    """Seeder of the random generators for each stage and micro-batch. It records which generators were used.
-
-    Args:
-        hardware: Device on which models compute.
-        initial_states: RNG states before the batch, by name, equal on all ranks of a pipeline.
-
-    Attributes:
-        used: Names of the generators from which numbers were drawn: "python", "numpy", "torch", "device".
-    """
-
-    def __init__(self, hardware: Hardware, initial_states: dict[str, Any]) -> None:
-        self.used: set[str] = set()
-        self._hardware = hardware
-        self._model_generator = "torch" if hardware.kind == "cpu" else "device"
-        # Only NumPy's default bit generator has a tuple as its state. Others cannot be seeded here, and are left as they are.
-        self._base_seeds = {
-            name: zlib.crc32(_encode_state(state))
-            for name, state in initial_states.items()
-            if name != "numpy" or isinstance(state, tuple)
-        }
-        self._seeded_states = initial_states  # states after the last seeding, from which `record_use` sees draws
-
-    def seed_micro_batch(self, stage: int, number: int) -> None:
-        """Seed the random generators for one micro-batch in one stage.
-
-        The generator of the device on which models compute gets a different seed on each stage. The other generators
-        get equal seeds on all stages. So if models compute on a GPU, host generators draw equal numbers on all stages.
-        This is required by the code outside of the blocks, because this code runs on all stages.
-
-        Args:
-            stage: Index of the stage.
-            number: Index of the micro-batch. For the computation after the blocks, which runs on the entire batch, pass
-                the number of micro-batches.
-        """
-        self.record_use()
-        new_states = {
-            name: self._make_state(name, mix_seed(base_seed, number, stage if name == self._model_generator else 0))
-            for name, base_seed in self._base_seeds.items()
-        }
-        self._seeded_states = self._seeded_states | new_states
-        write_rng_states(new_states, self._hardware)
-
-    def record_use(self) -> None:
-        """Add the random generators that were used since they were last seeded to `used`."""
-        states = read_rng_states(self._hardware)
-        for name, seeded_state in self._seeded_states.items():
-            if name in _GENERATORS and _encode_state(states[name]) != _encode_state(seeded_state):
-                self.used.add(name)
-
-    def _make_state(self, name: str, seed: int) -> Any:
-        """Return the state of a generator after it was seeded, in the form of `read_rng_states`.
-
-        Args:
-            name: Name of the generator.
-            seed: Seed.
-        """
-        if name == "python":
-            return random.Random(seed).getstate()
-        if name == "numpy":
-            return sys.modules["numpy"].random.RandomState(seed % (1 << 32)).get_state()
-        return torch.Generator("cpu" if name == "torch" else self._hardware.kind).manual_seed(seed).get_state()
-
-
-@contextmanager
-def isolate_generators(hardware: Hardware) -> Iterator[StageRNG]:
-    """Return a context that yields a `StageRNG`, and restores the states of all random generators on exit."""
-    initial_states = read_rng_states(hardware)
-    stage_rng = StageRNG(hardware, initial_states)
-    try:
-        yield stage_rng
-    finally:
-        stage_rng.record_use()
-        write_rng_states(initial_states, hardware)
-
-
-def gather_used_generators(used: Collection[str], group: Collectives) -> set[str]:
-    """Return the names of the random generators that any rank has used. All ranks must call this function.
-
-    Args:
-        used: Names of the generators that this rank has used, from `StageRNG.used`.
-        group: Collectives over the ranks of one pipeline.
-    """
-    flags = group.reduce_numbers([float(name in used) for name in _GENERATORS], "max")
-    return {name for name, flag in zip(_GENERATORS, flags) if flag}
-
-
-def advance_generators(used: Collection[str], device: torch.device) -> None:
-    """Draw one number from each random generator that any rank has used.
-
-    The next batch then draws different numbers.
-
-    Args:
-        used: Names of these generators, equal on all ranks.
-        device: Device on which models compute.
-    """
-    if "python" in used:
-        random.random()
-    if "numpy" in used:
-        import numpy
-
-        numpy.random.random()
-    if "torch" in used:
-        torch.rand(())
-    if "device" in used:
-        torch.rand((), device=device)
-
-
-def _encode_state(state: Any) -> bytes:
-    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)

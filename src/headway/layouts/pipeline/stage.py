@@ -6,7 +6,7 @@ exchange are known from a micro-batch that was run before the schedule (`runner.
 buffers. torch determines the order of computation and transfers. Backward is torch's, too, including its split into two
 halves for zero-bubble schedules.
 
-While a rank waits for a transfer between two stages, its pulse (the file that the hang watch reads) contains the name
+While a rank waits for a transfer between two stages, its heartbeat file, which the hang watch reads, contains the name
 of the transfer. Transfers are not collectives, because ranks make different numbers of them. So Headway's count of
 collectives does not include them. If a backend such as NCCL combines several transfers in one launch, the host does not
 wait, and nothing is recorded.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime.collectives.tree import Tree, list_tensors, map_leaves
 from headway.errors import UnsupportedError
 from headway.layouts.pipeline.stage_forward import describe_call
@@ -91,14 +91,14 @@ class _TransferHandle:
     def wait(self) -> Any:
         """Wait for the transfer.
 
-        Meanwhile, this rank's pulse (the file that the hang watch reads) contains the name of the transfer.
+        Meanwhile, this rank's heartbeat file, which the hang watch reads, contains the name of the transfer.
         """
-        own_pulse = pulse.get_own_pulse()
-        own_pulse.set_transfer(self._name)
+        own_file = heartbeat_file.get_own_file()
+        own_file.set_transfer(self._name)
         try:
             return self._work.wait()
         finally:
-            own_pulse.set_transfer("")
+            own_file.set_transfer("")
 
 
 @dataclass(frozen=True)
@@ -215,15 +215,18 @@ class PipelineStage(_PipelineStageBase):
     # ---------------------------------------------------------------- preparations of torch that are not needed here
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        """Set torch's attribute `chunks`, and return no descriptions of outputs, because micro-batches have their own."""
         self.chunks = num_microbatches  # torch's attribute: number of micro-batches
         return ()
 
     _prepare_backward_infra = _prepare_forward_infra
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        """Return no buffers, because `get_bwd_recv_ops` allocates them for each micro-batch."""
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return no transfers. The first real transfers set up the connections."""
         return []
 
     def clear_runtime_states(self) -> None:
@@ -391,17 +394,17 @@ class PipelineStage(_PipelineStageBase):
         del self.outputs[bwd_chunk_id]
         input_grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
         is_weightless = bwd_chunk_id in self.weightless
-        is_needed = bool(outputs) and not (is_weightless and self.silence_gradients is None)
-        if is_needed and full_backward:
-            context = (
-                self.silence_gradients() if is_weightless and self.silence_gradients is not None else nullcontext()
-            )
-            with context:
+        if not outputs or (is_weightless and self.silence_gradients is None):
+            pass  # there is no gradient to compute
+        elif full_backward:
+            # Only layouts with experts set `silence_gradients`, and their schedules do not split backward.
+            silence = self.silence_gradients if is_weightless else None
+            with nullcontext() if silence is None else silence():
                 input_grads = self._backward(outputs, grads, inputs)
-        elif is_needed and any(tensor.requires_grad for tensor in inputs):
+        elif any(tensor.requires_grad for tensor in inputs):
             input_grads, groups = stage_backward_input(outputs, grads, inputs, iter(self._list_parameters()))
             self._weight_backwards[bwd_chunk_id] = lambda: stage_backward_weight(iter(self._list_parameters()), groups)
-        elif is_needed:  # without input gradients, the first half is empty
+        else:  # without input gradients, the first half is empty
             self._weight_backwards[bwd_chunk_id] = lambda: self._backward(outputs, grads, inputs)
         self._input_grads[bwd_chunk_id] = [
             torch.zeros_like(tensor) if grad is None else grad.contiguous()

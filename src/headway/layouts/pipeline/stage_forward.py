@@ -76,6 +76,7 @@ class CallCache(Generic[Value]):
         self._entries[key] = value
 
     def _warn_of_full_cache(self) -> None:
+        """Warn that the cache is full, and name what changes most between the calls in it."""
         log.warning(
             "%d different batches have been seen, by shapes of tensors and values of numbers and text, and more are coming: %s. "
             "What changes most: %s. Give numbers that change as tensors, leave text out of the batch, and pad to fewer shapes",
@@ -466,7 +467,16 @@ class ModuleRouter:
         return map_tensors(lambda tensor: make_placeholder(tensor, tensor.device), outputs)
 
     def _call_model(self, original_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward within a stage, and all stages otherwise."""
+        """Replace a call of the model: run its own forward if a stage is being executed, otherwise run all stages.
+
+        Args:
+            original_call: The model's call before it was replaced.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Raises:
+            UnsupportedError: If the model was released, so that the stages of other processes cannot be run.
+        """
         if self.current_forward is not None:
             self.current_forward.count_model_call()
             return original_call(*args, **self.check_arguments(args, kwargs))
@@ -477,6 +487,7 @@ class ModuleRouter:
         return self.run_model(original_call, args, self.check_arguments(args, kwargs))
 
     def _raise_on_other_stage(self, name: str) -> None:
+        """Raise `UnsupportedError` for a use of the named module outside of the forward, on a rank that does not hold it."""
         raise UnsupportedError(
             f"{name} of {self.kind} was called outside of the model's forward, but it is on another stage of the pipeline"
         )

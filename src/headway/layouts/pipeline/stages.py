@@ -11,9 +11,9 @@ If several pipeline ranks hold a tensor, the first of them writes it into checkp
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,10 @@ from headway.core.config.parallelism import PipelineOptions
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.blocks import find_blocks, is_container
 from headway.core.strategies.fully_sharded import dtensors
-from headway.core.weights.pieces import ShardCutter, ShardPiece, TensorBox, TensorSplit, is_dtensor, split_wrappers
-from headway.core.weights.shards import TensorSpec
+from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, is_dtensor, split_wrappers
+from headway.core.weights.quantization_data import add_quantization_data, list_data_names
+from headway.core.weights.shard_cutter import ShardCutter
+from headway.core.weights.tensor_bytes import TensorSpec
 from headway.errors import ConfigError, PrepareError
 from headway.layouts.low_bit.states import export_state
 
@@ -68,15 +70,17 @@ class StageSplit:
         Args:
             model: Model that was split.
         """
-        all_stages = frozenset(range(self.num_stages))
+        assigned_modules = [(block, frozenset((self.find_stage(index),))) for index, block in enumerate(self.blocks)]
+        assigned_modules += [(model.get_submodule(name), stages) for name, stages in self.outer_modules.items()]
         stages_by_id = {id(tensor): frozenset[int]() for tensor in (*model.parameters(), *model.buffers())}
-        blocks = ((frozenset((self.find_stage(index),)), block) for index, block in enumerate(self.blocks))
-        outer_modules = ((stages, model.get_submodule(name)) for name, stages in self.outer_modules.items())
-        for stages, module in (*blocks, *outer_modules):
+        for module, stages in assigned_modules:
             for tensor in (*module.parameters(), *module.buffers()):
                 stages_by_id[id(tensor)] |= stages
         common_ids = {id(_get_tensor(model, name)) for name in self.common_tensors}
-        return {key: all_stages if key in common_ids or not stages else stages for key, stages in stages_by_id.items()}
+        for tensor_id, stages in stages_by_id.items():
+            if tensor_id in common_ids or not stages:
+                stages_by_id[tensor_id] = frozenset(range(self.num_stages))
+        return stages_by_id
 
     def describe(self) -> str:
         """Return a text for the log that names the blocks and other modules of each stage."""
@@ -113,8 +117,9 @@ def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOption
             'kwargs_handlers=[PipelineOptions(blocks=["Block"])]'
         )
     bounds = _find_bounds(names, num_stages, options.split) if options.split else _split_evenly(len(blocks), num_stages)
-    outer_modules, common_tensors = _place_outer_modules(model, set(map(id, blocks)), num_stages, options)
-    return StageSplit(tuple(blocks), tuple(names), tuple(bounds), outer_modules, tuple(common_tensors))
+    outer = _find_outer_modules(model, set(map(id, blocks)), num_stages)
+    _apply_stage_options(outer, type(model).__name__, num_stages, options)
+    return StageSplit(tuple(blocks), tuple(names), tuple(bounds), outer.stages_by_name, tuple(outer.common_tensors))
 
 
 def _split_evenly(num_blocks: int, num_stages: int) -> list[int]:
@@ -153,65 +158,81 @@ def _find_bounds(names: list[str], num_stages: int, split: tuple[str, ...]) -> l
     return [0, *begins, len(names)]
 
 
-def _place_outer_modules(
-    model: torch.nn.Module, blocks: set[int], num_stages: int, options: PipelineOptions
-) -> tuple[dict[str, frozenset[int]], list[str]]:
-    """Return the stages of modules outside of the blocks, and the names of tensors that all stages hold.
+@dataclass
+class _OuterModules:
+    """Parts of a model outside of its blocks.
+
+    Attributes:
+        stages_by_name: Indices of the stages that hold each module, by the module's name. Only the outermost modules with
+            parameters have entries.
+        containers: Names of containers that have no forward and no tensors. Their children have entries instead.
+        common_tensors: Names of parameters and buffers that belong directly to modules that contain blocks.
+    """
+
+    stages_by_name: dict[str, frozenset[int]] = field(default_factory=dict)
+    containers: set[str] = field(default_factory=set)
+    common_tensors: list[str] = field(default_factory=list)
+
+
+def _find_outer_modules(model: torch.nn.Module, block_ids: set[int], num_stages: int) -> _OuterModules:
+    """Return the modules outside of the blocks: on the first stage if they precede the first block, else on the last.
 
     Args:
         model: User's model.
-        blocks: IDs of the blocks.
+        block_ids: IDs of the blocks.
+        num_stages: Number of stages of the whole pipeline.
+    """
+    ids_around_blocks = {
+        id(module) for module in model.modules() if any(id(each) in block_ids for each in module.modules())
+    } - block_ids
+    outer = _OuterModules()
+    default_stage = 0
+    assigned: list[str] = []  # blocks and outer modules; their submodules are on the same stages
+    for name, module in model.named_modules():  # a module comes before its submodules
+        if id(module) in block_ids:
+            default_stage = num_stages - 1
+            assigned.append(name)
+        elif any(name.startswith(f"{each}.") for each in assigned):
+            continue
+        elif id(module) in ids_around_blocks:
+            tensors = {**module._parameters, **module._buffers}
+            keys = [key for key, tensor in tensors.items() if tensor is not None]
+            outer.common_tensors += [f"{name}.{key}" if name else key for key in keys]
+        elif _is_bare_container(module):  # its children are called, and it is not
+            outer.containers.add(name)
+        else:
+            assigned.append(name)
+            if any(True for _ in module.parameters()):
+                outer.stages_by_name[name] = frozenset((default_stage,))
+                if hasattr(model, "peft_config") and name.startswith(f"{_PROMPTS}."):
+                    outer.stages_by_name[name] = frozenset(range(num_stages))
+    return outer
+
+
+def _apply_stage_options(outer: _OuterModules, class_name: str, num_stages: int, options: PipelineOptions) -> None:
+    """Move the modules that the options `first` and `last` name to these stages. A module that both name is on both.
+
+    Args:
+        outer: Modules outside of the blocks.
+        class_name: Class of the model, for messages.
         num_stages: Number of stages of the whole pipeline.
         options: Options with the names of modules for the first and for the last stage.
-
-    Returns:
-        Pair of (stages of each module outside of the blocks by name, names of tensors that belong directly to modules
-        that contain blocks).
 
     Raises:
         ConfigError: If a module that the options name is within a block, contains blocks, has no parameters, or does
             not exist.
     """
-    ids_around_blocks = {
-        id(module) for module in model.modules() if any(id(each) in blocks for each in module.modules())
-    } - blocks
-    stages_by_name: dict[str, frozenset[int]] = {}
-    common_tensors: list[str] = []
-    is_after_first_block = False
-    assigned: set[str] = set()  # blocks and outer modules; their submodules are on the same stages
-    containers: set[str] = set()
-    for name, module in model.named_modules():
-        if id(module) in blocks:
-            is_after_first_block = True
-        if any(name.startswith(f"{each}.") for each in assigned) or id(module) in blocks:
-            assigned.add(name)
-            continue
-        if id(module) in ids_around_blocks:
-            tensors = {**module._parameters, **module._buffers}
-            common_tensors += [f"{name}.{key}".lstrip(".") for key, tensor in tensors.items() if tensor is not None]
-            continue
-        if _is_bare_container(module):  # its children are called, and it is not
-            containers.add(name)
-            continue
-        assigned.add(name)
-        if any(True for _ in module.parameters()):
-            if hasattr(model, "peft_config") and name.startswith(f"{_PROMPTS}."):
-                stages_by_name[name] = frozenset(range(num_stages))
-            else:
-                stages_by_name[name] = frozenset((num_stages - 1 if is_after_first_block else 0,))
-    first_names = _expand_containers(options.first, containers, stages_by_name)
-    last_names = _expand_containers(options.last, containers, stages_by_name)
-    for option, names in (("first", first_names), ("last", last_names)):
-        for name in names:
-            if name not in stages_by_name:
+    chosen: dict[str, set[int]] = {}
+    for option, stage, names in (("first", 0, options.first), ("last", num_stages - 1, options.last)):
+        for name in _expand_containers(names, outer.containers, outer.stages_by_name):
+            if name not in outer.stages_by_name:
                 raise ConfigError(
                     f"PipelineOptions({option}=...) names {name!r}; the modules with parameters outside "
-                    f"of the blocks of {type(model).__name__} are {', '.join(stages_by_name) or 'none'}"
+                    f"of the blocks of {class_name} are {', '.join(outer.stages_by_name) or 'none'}"
                 )
-    for name in {*first_names, *last_names}:
-        stages = {stage for stage, names in ((0, first_names), (num_stages - 1, last_names)) if name in names}
-        stages_by_name[name] = frozenset(stages)
-    return stages_by_name, common_tensors
+            chosen.setdefault(name, set()).add(stage)
+    for name, stages in chosen.items():
+        outer.stages_by_name[name] = frozenset(stages)
 
 
 def _is_bare_container(module: torch.nn.Module) -> bool:
@@ -243,12 +264,48 @@ def _get_tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
+class LayerData(NamedTuple):
+    """Tensor that a layer exports although it is neither a parameter nor a buffer, such as the scales of 8-bit layers.
+
+    Attributes:
+        owner: Name of the weight of the layer.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+    """
+
+    owner: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def list_layer_data(model: torch.nn.Module) -> dict[str, LayerData]:
+    """Return the shapes and dtypes of tensors in a model's state dict that are neither parameters nor buffers, by name.
+
+    Only tensors of layers that have a `weight` are listed, such as `SCB` and `weight_format` of bitsandbytes' 8-bit
+    layers. Such a layer keeps these tensors in its weight. A rank that replaces the weight with a meta tensor loses them.
+    Data of 4-bit layers is left out, because every rank keeps it.
+
+    Args:
+        model: Model before it is split, with all its weights.
+    """
+    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffer_names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    known_names = parameter_names | buffer_names | list_data_names(model)
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        owner = f"{name.rpartition('.')[0]}.weight"
+        if isinstance(value, torch.Tensor) and name not in known_names and owner in parameter_names:
+            found[name] = LayerData(owner, tuple(value.shape), value.dtype)
+    return found
+
+
 class PipelineState:
     """State of a model that is split into pipeline stages, as full tensors and `ShardPiece` objects for checkpoints.
 
     Args:
         model: User's model, which has been split.
         holders: Pipeline ranks that hold each parameter and buffer, by name.
+        layer_data: Tensors that layers export beside parameters and buffers, by name.
         layout: Layout of the run.
         rank: Global rank of this process.
 
@@ -257,9 +314,15 @@ class PipelineState:
     """
 
     def __init__(
-        self, model: torch.nn.Module, holders: Mapping[str, frozenset[int]], layout: Layout, rank: int
+        self,
+        model: torch.nn.Module,
+        holders: Mapping[str, frozenset[int]],
+        layer_data: Mapping[str, LayerData],
+        layout: Layout,
+        rank: int,
     ) -> None:
         self.holders = holders
+        self._layer_data = layer_data
         self._model = model
         self._rank = rank
         # Global ranks of the first pipeline, whose ranks write unsharded tensors.
@@ -322,7 +385,10 @@ class PipelineState:
         A tensor that not all pipeline ranks hold completely is yielded as a `ShardPiece`, with this rank's values only.
         """
         exported: dict[int, Any] = {}
-        for name, value in self._model.state_dict(keep_vars=True).items():
+        state = self._model.state_dict(keep_vars=True)
+        for name, data in self._layer_data.items():
+            yield name, self._make_piece(data.shape, data.dtype, self.holders[data.owner], state.pop(name, None))
+        for name, value in add_quantization_data(self._model, state.items()):
             # A tensor that consists of other tensors, such as a quantized weight, is exported as these.
             for inner_name, inner_value in split_wrappers([(name, value)]):
                 if not isinstance(inner_value, torch.Tensor) or name not in self.holders:
@@ -341,6 +407,7 @@ class PipelineState:
         return parameter if name is None else self._export_tensor(name, parameter)
 
     def _map_names(self) -> dict[int, str]:
+        """Return the name of each parameter of the model, by the parameter's `id`."""
         return {id(parameter): name for name, parameter in self._model.named_parameters()}
 
     # ---------------------------------------------------------------- optimizers
@@ -360,10 +427,12 @@ class PipelineState:
         original_state = dict(optimizer.state)
         # Low-bit states are exported as float32 values.
         entries = {key: export_state(optimizer, entry) for key, entry in original_state.items()}
+        # States of this stage's parameters, by name. Parameters of other stages are on the meta device.
+        local_entries = {names[id(p)]: entries[p] for p in parameters if p in entries and not p.is_meta}
         descriptions = {
-            names[id(parameter)]: {key: _describe_value(value) for key, value in entries[parameter].items()}
-            for parameter in parameters
-            if parameter in entries and isinstance(entries[parameter], dict) and not parameter.is_meta
+            name: {key: _describe_value(value) for key, value in entry.items()}
+            for name, entry in local_entries.items()
+            if isinstance(entry, dict)
         }
         descriptions_by_rank = group.gather_objects(descriptions)
         exposed_state: dict[Any, Any] = {}
@@ -372,7 +441,7 @@ class PipelineState:
             holders = self.holders[name]
             description = descriptions_by_rank[min(holders)].get(name)
             if description is not None:
-                entry = entries.get(parameter, {}) if not parameter.is_meta else {}
+                entry = local_entries.get(name, {})
                 exposed_state[parameter] = {
                     key: self._export_value(value_description, holders, entry.get(key))
                     for key, value_description in description.items()

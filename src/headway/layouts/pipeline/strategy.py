@@ -25,6 +25,8 @@ from headway.core.runtime.collectives.tree import Tree, find_batch_size
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.core.strategies.device_mesh import describe_ended_groups
 from headway.core.strategies.fully_sharded import dtensors, fsdp_state
+from headway.core.strategies.fully_sharded.dtensor_errors import explain_error
+from headway.core.strategies.fully_sharded.gradient_norm import compute_total_norm, count_copies
 from headway.core.strategies.fully_sharded.values import MissingValues, check_initializers, wrap_like
 from headway.core.strategies.replica import average_gradients
 from headway.core.strategies.sharding_records import ReplacedParameters, ShardedModels
@@ -33,16 +35,11 @@ from headway.layouts.adapters import check_adapters
 from headway.layouts.context.context_parallel import ContextParallel
 from headway.layouts.pipeline._torch import is_traceable_wrapper_subclass
 from headway.layouts.pipeline.plain_calls import PlainCalls
-from headway.layouts.pipeline.runner import (
-    PipelineRunner,
-    PipelineTask,
-    advance_generators,
-    check_loss,
-    gather_used_generators,
-    isolate_generators,
-)
+from headway.layouts.pipeline.runner import PipelineRunner, PipelineTask, check_loss
+from headway.layouts.pipeline.shared_parameters import SharedParameters
 from headway.layouts.pipeline.stage_forward import ModuleRouter, is_routed
-from headway.layouts.pipeline.stages import PipelineState, find_stages
+from headway.layouts.pipeline.stage_rng import advance_generators, gather_used_generators, isolate_generators
+from headway.layouts.pipeline.stages import PipelineState, find_stages, list_layer_data
 from headway.log import get_logger
 
 if TYPE_CHECKING:
@@ -76,6 +73,7 @@ class PipelineStrategy(Strategy):
         whole_gradients=False,
         copies=False,
         local_training=False,
+        splits_calls=True,
     )
 
     def __init__(
@@ -91,7 +89,7 @@ class PipelineStrategy(Strategy):
                 f"schedule={options.schedule!r} splits backward in two, but with ep={layout.ep} ranks exchange tokens' gradients in "
                 "the middle of a backward; use 'gpipe', '1f1b' or 'interleaved', or leave ep out"
             )
-        scope.get_or_create(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
+        scope.get_or_create(tracebacks.ExceptionHook).add_note(explain_error)
         self.layout = layout
         self.name = format_sizes(dict.fromkeys(layout.sizes))
         self._mesh_strategy = mesh_strategy
@@ -103,13 +101,7 @@ class PipelineStrategy(Strategy):
         self.data_shard = ShardIndex(layout.find_data_index(collectives.rank), layout.num_data_shards)
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._replaced = ReplacedParameters(tuple)
-        # Parameters that several stages hold, with the collectives over the ranks of these stages.
-        self._shared_parameters: list[tuple[Collectives, list[torch.nn.Parameter]]] = []
-        self._ids_counted_elsewhere: set[int] = set()  # shared parameters that another rank includes in gradient norms
-        # By the ID of a shared parameter: its gradient after the last sum over stages, and an earlier gradient that was
-        # set aside before a later backward.
-        self._summed_grads: dict[int, torch.Tensor] = {}
-        self._earlier_grads: dict[int, torch.Tensor] = {}
+        self._shared_parameters = SharedParameters(collectives, self._group, layout)
         self._model: torch.nn.Module | None = None
         self._runner: PipelineRunner | None = None
         self._calls: PlainCalls | None = None
@@ -174,14 +166,14 @@ class PipelineStrategy(Strategy):
         missing = None
         context: ContextParallel | None = None
         if self._mesh_strategy is not None:
-            context = self._mesh_strategy.split_sequences(model)
+            context = self._mesh_strategy.sharder.split_sequences(model)
         try:
             if split is None:
                 if self._mesh_strategy is None:
                     missing = MissingValues(model, self.everyone, self._expected_names)
                 else:
-                    self._mesh_strategy.check_shardable(model)
-                    missing = self._mesh_strategy.broadcast_values(model, self._expected_names)
+                    self._mesh_strategy.sharder.check_shardable(model)
+                    missing = self._mesh_strategy.sharder.broadcast_values(model, self._expected_names)
                 split = self._split_model(model, transforms)
                 sharded_models.record_model(model, split_options, split)
         except BaseException:
@@ -203,7 +195,7 @@ class PipelineStrategy(Strategy):
         router.run_model = self._calls
         self._model = model
         self._state = state
-        self._find_shared_parameters(model, state)
+        self._shared_parameters.find_parameters(model, state.holders)
         return context
 
     def serve_inference_only(self, is_shared: bool) -> None:
@@ -268,8 +260,9 @@ class PipelineStrategy(Strategy):
         }
         log.info("stages of %s: %s", type(model).__name__, stages.describe())
         router = ModuleRouter(model, stages, local, self.everyone.runtime.device)
+        layer_data = list_layer_data(model)
         holders_by_name = self._keep_own_tensors(model, holders)
-        return router, PipelineState(model, holders_by_name, self.layout, self.everyone.rank)
+        return router, PipelineState(model, holders_by_name, layer_data, self.layout, self.everyone.rank)
 
     def _keep_own_tensors(
         self, model: torch.nn.Module, holders: dict[int, frozenset[int]]
@@ -309,32 +302,6 @@ class PipelineStrategy(Strategy):
                     table[name] = replacements[id(tensor)]
                     holders_by_name[f"{path}.{name}".lstrip(".")] = holders[id(tensor)]
         return holders_by_name
-
-    def _find_shared_parameters(self, model: torch.nn.Module, state: PipelineState) -> None:
-        """Find parameters that several pipeline ranks hold, and create the process groups that sum their gradients.
-
-        Also choose, for each of these parameters, the rank that includes it in gradient norms.
-        """
-        parameters_by_holders: dict[frozenset[int], list[torch.nn.Parameter]] = {}
-        for name, parameter in model.named_parameters():
-            holders = state.holders[name]
-            if len(holders) > 1:
-                parameters_by_holders.setdefault(holders, []).append(parameter)
-                if self._group.rank != min(holders):
-                    self._ids_counted_elsewhere.add(id(parameter))
-        # Sorted, because all ranks must create the process groups in the same order.
-        for holders, parameters in sorted(parameters_by_holders.items(), key=lambda pair: sorted(pair[0])):
-            if len(holders) == self._group.world_size:
-                self._shared_parameters.append((self._group, parameters))
-                continue
-            # A split needs each global rank: ranks that do not hold the parameters are alone in their groups.
-            rank_lists: list[list[int]] = []
-            for pipeline in self.layout.list_groups("pp"):
-                rank_lists.append([pipeline[rank] for rank in sorted(holders)])
-                rank_lists += [[pipeline[rank]] for rank in range(len(pipeline)) if rank not in holders]
-            subgroup = self.everyone.split(rank_lists)
-            if self._group.rank in holders:
-                self._shared_parameters.append((subgroup, parameters))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an error if an optimizer does not step each parameter separately. Otherwise register the optimizer.
@@ -390,6 +357,7 @@ class PipelineStrategy(Strategy):
         batch: Tree,
         weigh: Callable[[Tree], float | torch.Tensor] | None,
         reduction: str,
+        split: Callable[[Tree, int, int], Tree] | None = None,
     ) -> torch.Tensor:
         """Return a placeholder for the batch's loss.
 
@@ -402,10 +370,12 @@ class PipelineStrategy(Strategy):
             weigh: Function from a micro-batch to the number of items over which its loss is computed. None: number of
                 rows.
             reduction: How the loss is reduced over items: "mean" or "sum".
+            split: Function from (batch, start, stop) to these rows of the batch. None: slice all tensors that have as
+                many rows as the batch.
         """
         if self._runner is None:
             return fn(batch)
-        micro_batches = self._runner.split_batch(batch)
+        micro_batches = self._runner.split_batch(batch, split)
         if weigh is None:
             weights = [float(find_batch_size(micro_batch) or 1) for micro_batch in micro_batches]
         else:
@@ -436,7 +406,7 @@ class PipelineStrategy(Strategy):
                 "this loss is on the meta device, because it is computed from parameters of other stages of the pipeline. Compute "
                 "the loss only from the model's outputs. Instead of a weight penalty, use the optimizer's weight_decay"
             )
-        self._set_summed_gradients_aside()
+        self._shared_parameters.set_summed_gradients_aside()
         task, self._task = self._task, None
         if task is not None and self._context is not None:
             # The dry run of context parallelism needs all stages, so it cannot run in the middle of a schedule.
@@ -513,19 +483,6 @@ class PipelineStrategy(Strategy):
 
     # ---------------------------------------------------------------- gradients
 
-    def _set_summed_gradients_aside(self) -> None:
-        """Move gradients of shared parameters out of `grad`, if the stages have already summed these gradients.
-
-        The next sum over stages then contains only the gradients of later backward passes. The earlier gradients are
-        added to it afterwards.
-        """
-        for _, shared in self._shared_parameters:
-            for parameter in shared:
-                summed = self._summed_grads.pop(id(parameter), None)
-                if summed is not None and parameter.grad is summed:
-                    self._earlier_grads[id(parameter)] = summed
-                    parameter.grad = None
-
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Reduce the gradients of an accumulation window. Every rank must call it.
 
@@ -537,28 +494,13 @@ class PipelineStrategy(Strategy):
             return
         if self._mesh_strategy is not None:
             self._mesh_strategy.reduce_gradients()
-        for group, shared in self._shared_parameters:
-            self._sum_shared_gradients(group, [parameter for parameter in shared if parameter.requires_grad])
+        self._shared_parameters.sum_gradients()
         if self._mesh_strategy is None and self.data_group.world_size > 1:
             trained = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
             average_gradients(trained, self.data_group)
             buffers = [buffer for buffer in self._model.buffers() if buffer.numel() and not buffer.is_meta]
             if self._model.training and buffers:
                 self.data_group.broadcast_into(buffers)
-
-    def _sum_shared_gradients(self, group: Collectives, shared: list[torch.nn.Parameter]) -> None:
-        """Sum the gradients of parameters over the ranks that hold them, and add gradients that were set aside before.
-
-        Args:
-            group: Collectives over the ranks that hold the parameters.
-            shared: Trainable parameters.
-        """
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in shared]
-        group.sum_in_place([shard for shard in map(dtensors.get_local_shard, grads) if shard.numel()])
-        for parameter, grad in zip(shared, grads):
-            earlier_grad = self._earlier_grads.pop(id(parameter), None)
-            parameter.grad = grad if earlier_grad is None else earlier_grad.add_(grad)
-            self._summed_grads[id(parameter)] = parameter.grad
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
         """Multiply the gradients of the parameters by a factor.
@@ -578,8 +520,7 @@ class PipelineStrategy(Strategy):
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Discard the gradients of this rank's stages, and a batch from `compute_loss` whose backward has not run."""
         self._task = None
-        self._summed_grads.clear()
-        self._earlier_grads.clear()
+        self._shared_parameters.drop_gradients()
         own_parameters: Any = [self.find_current(p) for p in parameters]
         if self._mesh_strategy is None:
             super().drop_gradients(own_parameters)
@@ -591,8 +532,17 @@ class PipelineStrategy(Strategy):
 
         Every rank must call it, with parameters of the whole model.
         """
-        counted = [p for p in map(self.find_current, parameters) if id(p) not in self._ids_counted_elsewhere]
-        return dtensors.compute_total_norm(counted, norm_type, self.everyone, self.layout.num_ranks // self.layout.pp)
+        counted = [p for p in map(self.find_current, parameters) if not self._shared_parameters.is_counted_elsewhere(p)]
+        return compute_total_norm(counted, norm_type, self.everyone, self.layout.num_ranks // self.layout.pp)
+
+    def count_holders(self, parameter: torch.Tensor) -> int:
+        """Return the number of ranks of this rank's stages that store each element of a parameter.
+
+        Return 0 if only other stages hold the parameter, or if the first of its stages counts it.
+        """
+        if parameter.is_meta or self._shared_parameters.is_counted_elsewhere(parameter):
+            return 0
+        return count_copies(parameter, self.layout.num_ranks // self.layout.pp)
 
     def step_optimizer(
         self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
@@ -672,10 +622,7 @@ class PipelineStrategy(Strategy):
         self._model = None
         self._task = None
         self._context = None
-        self._shared_parameters = []
-        self._ids_counted_elsewhere = set()
-        self._summed_grads.clear()
-        self._earlier_grads.clear()
+        self._shared_parameters.release()
         self._replaced.forget_released()
         self._optimizers.clear()
 

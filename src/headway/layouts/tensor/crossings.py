@@ -70,11 +70,13 @@ class _Crossing(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, convert: TensorFunction, convert_gradient: TensorFunction
     ) -> torch.Tensor:
+        """Return `convert(tensor)`, and remember the function for the gradient."""
         ctx.convert_gradient = convert_gradient
         return convert(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Return the converted gradient of the tensor. The two functions get none."""
         return ctx.convert_gradient(grad), None, None
 
 
@@ -280,6 +282,7 @@ def _all_to_all(rows: torch.Tensor, axis: SplitAxis, num_sent: list[int], num_re
 
 
 def _sum_over_axis(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks of the axis, without autograd."""
     total = functional_collectives.all_reduce(tensor.contiguous(), "sum", axis.group.group_name)
     return functional_collectives.wait_tensor(total)  # type: ignore[no-any-return]
 
@@ -301,6 +304,7 @@ def _all_gather(shard: torch.Tensor, axis: SplitAxis, dim: int, size: int | None
 
 
 def _cut_shard(full: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+    """Return a contiguous copy of this rank's shard of a full tensor along dimension `dim`."""
     return take_chunk(full, axis, dim).contiguous()
 
 
@@ -360,12 +364,14 @@ class SplitRNG:
             torch.rand((), device=self._device_type)
 
     def _read_state(self) -> torch.Tensor:
+        """Return the current state of torch's RNG for the device."""
         if self._device_type == "cpu":
             return seed.read_torch_rng_state()
         state: torch.Tensor = torch.get_device_module(self._device_type).get_rng_state()
         return state
 
     def _write_state(self, state: torch.Tensor) -> None:
+        """Set the state of torch's RNG for the device."""
         if self._device_type == "cpu":
             seed.write_torch_rng_state(state)
         else:

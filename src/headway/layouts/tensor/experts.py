@@ -31,8 +31,8 @@ from headway.errors import PrepareError
 from headway.layouts.tensor._torch import is_fake
 from headway.layouts.tensor.calls import LocalParameters
 from headway.layouts.tensor.crossings import SplitAxis, exchange_counts, exchange_rows, take_chunk
+from headway.layouts.tensor.parameter_splits import ParameterSplit, place_parameter
 from headway.layouts.tensor.plans import is_adapted
-from headway.layouts.tensor.tensor_parallel import place_parameter
 
 tensor = LazyModule("torch.distributed.tensor")
 
@@ -166,8 +166,8 @@ def _distribute_adapter(adapter: Any, axis: SplitAxis) -> None:
     """
     for adapter_name, lora_rank in adapter.r.items():
         lora_a, lora_b = adapter.lora_A[adapter_name], adapter.lora_B[adapter_name]
-        lora_a._parameters["weight"] = place_parameter(lora_a.weight, (0, 1), axis)
-        lora_b._parameters["weight"] = place_parameter(lora_b.weight, (1, lora_rank), axis)
+        lora_a._parameters["weight"] = place_parameter(lora_a.weight, ParameterSplit(dim=0), axis)
+        lora_b._parameters["weight"] = place_parameter(lora_b.weight, ParameterSplit(dim=1, factor=lora_rank), axis)
     adapter.num_experts = adapter.num_experts // axis.size
 
 
@@ -183,7 +183,7 @@ def _shard_experts(parameter: torch.nn.Parameter, axis: SplitAxis, mesh_with_tp:
         mesh_with_tp: DeviceMesh of the axes (ep, tp); None without tensor parallelism.
     """
     if mesh_with_tp is None:
-        return place_parameter(parameter, (0, 1), axis)
+        return place_parameter(parameter, ParameterSplit(dim=0), axis)
     dtensor: Any = parameter.detach()
     local = take_chunk(dtensor.to_local(), axis, 0).clone(memory_format=torch.contiguous_format)
     sharded = wrap_shard(local, mesh_with_tp, [tensor.Shard(0), *dtensor.placements], dtensor.shape)
@@ -307,6 +307,7 @@ class ExpertCall:
     def _record_exchange(self) -> Iterator[None]:
         """Return a context in which the ledger contains a running all-to-all of tokens. It stays there after an error."""
         entry = self._ledger.record_entry(self._operation)
+        # No `finally`: after an error, it is unknown whether all ranks have entered, which `record_exit` records.
         yield
         self._ledger.record_exit(entry)
 

@@ -94,6 +94,17 @@ class _SplitMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight_t: torch.Tensor, products: Any, config: Any, split_dim: int, group: str
     ) -> torch.Tensor:
+        """Return the product of inputs and weight, computed in float8. Scales are equal on all ranks.
+
+        Args:
+            ctx: Context of torch's autograd.
+            inputs: Inputs of shape (..., features), on this rank.
+            weight_t: This rank's shard of the transposed weight, of shape (inputs, outputs).
+            products: torchao's configuration of the three matrix products.
+            config: torchao's configuration of float8.
+            split_dim: Dimension along which the weight is split: 0 (output features) or 1 (input features).
+            group: Name of the process group of tensor parallelism.
+        """
         ctx.products, ctx.config, ctx.split_dim, ctx.group = products, config, split_dim, group
         rounding = _Rounding(config, products, group)
         flat = inputs.reshape(-1, inputs.shape[-1])
@@ -111,6 +122,12 @@ class _SplitMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        """Return the gradients of inputs and transposed weight, computed in float8.
+
+        Args:
+            ctx: Context of torch's autograd.
+            grad_output: Gradient of the output.
+        """
         inputs, weight_t, input_largest, weight_largest = ctx.saved_tensors
         config, roles = ctx.config, GemmInputRole
         rounding = _Rounding(config, ctx.products, ctx.group)

@@ -1,4 +1,4 @@
-"""Find the modules, LoRA adapters and sequence regions of a tensor-parallel plan, and check them before any change.
+"""Find the modules and LoRA adapters that a tensor-parallel plan splits, and check them before any change.
 
 Low-rank adapters (PEFT's LoRA) around split matrices are split with them::
 
@@ -9,10 +9,6 @@ Low-rank adapters (PEFT's LoRA) around split matrices are split with them::
     output                 split (or gathered)          replicated
 
 Dropout on a replicated input draws equal numbers on all ranks. On a split input each rank draws different numbers.
-
-With sequence parallelism, each rank computes on its sequence shard between the split matrices of a stack of blocks.
-The first block shards the sequence and the last one gathers it. Within a block, modules with split matrices get the
-full sequence and return one term of a sum. Norms and dropouts between these modules compute on shards.
 """
 
 import difflib
@@ -28,8 +24,8 @@ from headway.core.config.parallelism import STYLES, TensorParallelOptions, descr
 from headway.errors import ConfigError, PrepareError
 from headway.layouts.adapters import check_adapters, check_added_keys
 from headway.layouts.tensor import styles
-from headway.layouts.tensor.crossings import SplitAxis, SplitRNG
-from headway.layouts.tensor.styles import BoundaryLayout, Colwise, PartialGradients, Rowwise, SplitModule, SplitStyle
+from headway.layouts.tensor.crossings import SplitAxis
+from headway.layouts.tensor.styles import Colwise, Rowwise, SplitModule, SplitStyle
 
 _VARIANTS = ("lora_magnitude_vector", "lora_variant", "lora_embedding_A")
 """Attributes of a LoRA layer that have entries only if the layer uses a variant that cannot be split, such as DoRA."""
@@ -40,86 +36,6 @@ _ADAPTER_ADVICE = (
 )
 _PROMPTS = ("prompt_encoder.", "word_embeddings.")
 """Prefixes of the names of parameters that PEFT's prompt tuning adds: the prompts, and an alias of the embeddings."""
-
-
-def is_adapted(module: torch.nn.Module) -> bool:
-    """Whether the module is a PEFT adapter layer that wraps another layer."""
-    return isinstance(getattr(module, "base_layer", None), torch.nn.Module)
-
-
-def get_base_layer(module: torch.nn.Module) -> Any:
-    """Return the base layer of a module with LoRA adapters, or the module itself if it has none."""
-    return module.base_layer if is_adapted(module) else module
-
-
-def find_output_head(model: torch.nn.Module) -> Any:
-    """Return the layer that computes the logits, or None if the model has no `get_output_embeddings()` method.
-
-    transformers' models define this method. The method can also return None.
-    """
-    get_output_embeddings: Any = getattr(model, "get_output_embeddings", None)
-    return get_output_embeddings() if callable(get_output_embeddings) else None
-
-
-def list_split_parts(module: torch.nn.Module, style: SplitStyle) -> list[str]:
-    """Return the names of the submodules that are split if a layer with LoRA adapters is split.
-
-    These are the base layer and one of the two matrices of each adapter. The names are relative to the layer.
-
-    Args:
-        module: Layer with adapters.
-        style: Tensor-parallel style of the layer.
-    """
-    matrix = "lora_B" if isinstance(style, Colwise) else "lora_A"
-    return ["base_layer", *(f"{matrix}.{adapter}" for adapter in module.get_submodule(matrix)._modules)]
-
-
-def describe_misfit(module: torch.nn.Module, style: SplitStyle) -> str | None:
-    """Return the reason why a style cannot split a layer together with its adapters, or None if it can.
-
-    Args:
-        module: Layer with adapters.
-        style: Tensor-parallel style of the layer.
-    """
-    if not isinstance(module._modules.get("lora_A"), torch.nn.ModuleDict):
-        return f"tensor parallelism splits no adapters but LoRA and rsLoRA of linear layers. {_ADAPTER_ADVICE}"
-    variant = next((name for name in _VARIANTS if len(getattr(module, name, ()))), None)
-    if variant is not None:
-        return f"its adapters are no plain LoRA ({variant}). {_ADAPTER_ADVICE}"
-    if hasattr(module, "parameter_name"):
-        return f"tensor parallelism does not split LoRA of stacked experts (target_parameters). {_ADAPTER_ADVICE}"
-    if isinstance(style, Colwise | Rowwise):
-        return None
-    return f"LoRA is split with colwise and rowwise matrices only. {_ADAPTER_ADVICE}"
-
-
-class AdaptedCall:
-    """Forward hooks that switch RNG states before and after the forward of a split layer with adapters.
-
-    Args:
-        style: Style of the layer.
-        rng_states: RNG states for replicated and sharded activations.
-    """
-
-    def __init__(self, style: SplitStyle, rng_states: SplitRNG) -> None:
-        self._style = style
-        self._rng_states = rng_states
-
-    def before_forward(self, *_: Any) -> None:
-        """Switch to the common RNG state of all ranks if the layer's input is replicated."""
-        if self._style.begins_split_region:
-            self._rng_states.use_common_state()
-
-    def after_any(self, module: torch.nn.Module, *_: Any) -> None:
-        """Switch to the RNG state that fits the layer's output, which is either sharded or replicated.
-
-        In evaluation mode, the state for sharded outputs is not used. The hook also runs if the forward raised an
-        error.
-        """
-        if self._style.ends_split_region:
-            self._rng_states.use_common_state()
-        elif self._style.begins_split_region and module.training:
-            self._rng_states.use_rank_state()
 
 
 @dataclass
@@ -174,6 +90,8 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
             if not isinstance(style, str):
                 _check_torch_style(name, style, modules)
                 model_split.torch_styles[name] = style
+            elif style not in STYLES:
+                raise ConfigError(describe_unknown_style(name, style))
             elif name in modules:
                 _add_split_modules(model_split, model, name, modules[name], style, axis)
             else:
@@ -188,6 +106,57 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
         model, "Under tensor parallelism, each rank computes only some of the heads, but they are for all heads"
     )
     return model_split
+
+
+def is_adapted(module: torch.nn.Module) -> bool:
+    """Whether the module is a PEFT adapter layer that wraps another layer."""
+    return isinstance(getattr(module, "base_layer", None), torch.nn.Module)
+
+
+def get_base_layer(module: torch.nn.Module) -> Any:
+    """Return the base layer of a module with LoRA adapters, or the module itself if it has none."""
+    return module.base_layer if is_adapted(module) else module
+
+
+def find_output_head(model: torch.nn.Module) -> Any:
+    """Return the layer that computes the logits, or None if the model has no `get_output_embeddings()` method.
+
+    transformers' models define this method. The method can also return None.
+    """
+    get_output_embeddings: Any = getattr(model, "get_output_embeddings", None)
+    return get_output_embeddings() if callable(get_output_embeddings) else None
+
+
+def list_split_parts(module: torch.nn.Module, style: SplitStyle) -> list[str]:
+    """Return the names of the submodules that are split if a layer with LoRA adapters is split.
+
+    These are the base layer and one of the two matrices of each adapter. The names are relative to the layer.
+
+    Args:
+        module: Layer with adapters.
+        style: Tensor-parallel style of the layer.
+    """
+    matrix = "lora_B" if isinstance(style, Colwise) else "lora_A"
+    return ["base_layer", *(f"{matrix}.{adapter}" for adapter in module.get_submodule(matrix)._modules)]
+
+
+def describe_misfit(module: torch.nn.Module, style: SplitStyle) -> str | None:
+    """Return the reason why a style cannot split a layer together with its adapters, or None if it can.
+
+    Args:
+        module: Layer with adapters.
+        style: Tensor-parallel style of the layer.
+    """
+    if not isinstance(module._modules.get("lora_A"), torch.nn.ModuleDict):
+        return f"tensor parallelism splits no adapters but LoRA and rsLoRA of linear layers. {_ADAPTER_ADVICE}"
+    variant = next((name for name in _VARIANTS if len(getattr(module, name, ()))), None)
+    if variant is not None:
+        return f"its adapters are no plain LoRA ({variant}). {_ADAPTER_ADVICE}"
+    if hasattr(module, "parameter_name"):
+        return f"tensor parallelism does not split LoRA of stacked experts (target_parameters). {_ADAPTER_ADVICE}"
+    if isinstance(style, Colwise | Rowwise):
+        return None
+    return f"LoRA is split with colwise and rowwise matrices only. {_ADAPTER_ADVICE}"
 
 
 def is_match(pattern: str, name: str) -> bool:
@@ -353,12 +322,11 @@ def _add_split_modules(
         model: Model to split.
         name: Name of the module.
         module: Module to add.
-        style: Name of the module's tensor-parallel style.
+        style: Name of the module's tensor-parallel style, one of `STYLES`.
         axis: Mesh axis of tensor parallelism.
 
     Raises:
-        ConfigError: If the style is unknown.
-        PrepareError: If the style does not fit the module or its adapters.
+        PrepareError: If the style does not fit the module or its adapters, or if the weight is quantized.
     """
     copies = getattr(module, "modules_to_save", None)
     if isinstance(copies, torch.nn.ModuleDict):  # PEFT trains a copy of the module, and keeps the original
@@ -389,15 +357,13 @@ def _make_split_module(
         model: Model to split.
         name: Name in the plan, which can be that of a layer around `module`.
         module: Module that is split.
-        style: Name of its style.
+        style: Name of its style, one of `STYLES`.
         axis: Mesh axis of tensor parallelism.
 
     Raises:
-        ConfigError: If the style is unknown.
-        PrepareError: If the style does not fit the module, or if its weight is quantized.
+        PrepareError: If the style does not fit the module, or if its weight is quantized. Also if the style needs a value
+            of the model's configuration that is missing.
     """
-    if style not in STYLES:
-        raise ConfigError(describe_unknown_style(name, style))
     if styles.is_quantized(module):
         raise PrepareError(
             f"tensor parallelism cannot split {name!r} ({type(module).__name__}), because its weight is quantized. For a quantized "
@@ -434,12 +400,13 @@ def _find_integer(model: torch.nn.Module, name: str, attribute: str) -> int:
 def _make_parameter_style(name: str, style: str) -> SplitStyle:
     """Return the style object for a parameter that the plan names directly.
 
+    Args:
+        name: Name of the parameter in the model.
+        style: Name of its style, one of `STYLES`.
+
     Raises:
-        ConfigError: If the style is unknown.
         PrepareError: If the parameter is a bias and the style is rowwise.
     """
-    if style not in STYLES:
-        raise ConfigError(describe_unknown_style(name, style))
     parameter_style = styles.make_style(style)
     if name.endswith("bias") and isinstance(parameter_style, styles.Rowwise):
         raise PrepareError(
@@ -472,184 +439,3 @@ def _check_nesting(model_split: ModelSplit) -> None:
                 raise ConfigError(
                     f"the tensor-parallel plan splits {name!r} twice: a ParallelStyle splits {ancestor!r} around it"
                 )
-
-
-@dataclass
-class SequenceRegion:
-    """Part of a model whose activations are sharded along the sequence.
-
-    Attributes:
-        stacks: For each stack of blocks, the names of its blocks in order. An encoder and a decoder are two stacks.
-        gathered: Names of modules within the blocks that get the full sequence.
-        partial: Names of modules whose parameters act only on a sequence shard.
-    """
-
-    stacks: list[list[str]]
-    gathered: list[str] = field(default_factory=list)
-    partial: set[str] = field(default_factory=set)
-
-
-def arrange_sequences(model: torch.nn.Module, model_split: ModelSplit) -> SequenceRegion:
-    """Return the part of a model whose activations sequence parallelism shards, and configure its split modules.
-
-    The `crossing` of each split module in a block is set to the layout of the activations at its input and output.
-
-    Args:
-        model: Model to split.
-        model_split: Modules that the plan splits.
-
-    Raises:
-        PrepareError: If the model has no stack of blocks with split matrices, or if a block contains a module that
-            cannot compute on sequence shards. Also if the plan contains `ParallelStyle` objects.
-    """
-    if model_split.torch_styles:
-        raise PrepareError(
-            "sequence_parallel=True works only with styles that are given by name. In a plan of ParallelStyle objects, torch's "
-            "SequenceParallel and PrepareModuleInput split the sequences. Leave the option out"
-        )
-    region = SequenceRegion(_find_stacks(model, model_split))
-    for block_name in (block_name for stack in region.stacks for block_name in stack):
-        _arrange_within(block_name, model.get_submodule(block_name), model_split, region)
-        rowwise = [
-            path
-            for path, split_module in model_split.split_modules.items()
-            if path.startswith(f"{block_name}.") and isinstance(split_module.style, Rowwise)
-        ]
-        gathered = [path for path in region.gathered if path.startswith(f"{block_name}.")]
-        without_rowwise = [path for path in gathered if not any(row.startswith(f"{path}.") for row in rowwise)]
-        # A rowwise matrix outside of all gathered modules could belong to a module without one.
-        if without_rowwise and all(any(row.startswith(f"{path}.") for path in gathered) for row in rowwise):
-            raise PrepareError(
-                f"sequence_parallel=True: {without_rowwise[0]!r} has colwise matrices, but no rowwise matrix after them"
-            )
-    return region
-
-
-def _arrange_within(name: str, module: torch.nn.Module, model_split: ModelSplit, region: SequenceRegion) -> None:
-    """Add a module and its children to a sequence region. The module's input must be a sequence shard.
-
-    Args:
-        name: Name of the module.
-        module: Block, or module within a block, to add.
-        model_split: Modules that the plan splits.
-        region: Region to which the module is added.
-
-    Raises:
-        PrepareError: If the module cannot compute on sequence shards.
-    """
-    region.partial.add(name)
-    for child_name, child in module.named_children():
-        _arrange_child(f"{name}.{child_name}", child, model_split, region)
-
-
-def _find_stacks(model: torch.nn.Module, model_split: ModelSplit) -> list[list[str]]:
-    """Return the names of the blocks in each outermost `ModuleList` whose modules all contain a rowwise matrix.
-
-    Raises:
-        PrepareError: If there is no such `ModuleList`.
-    """
-    rowwise = [
-        name for name, split_module in model_split.split_modules.items() if isinstance(split_module.style, Rowwise)
-    ]
-    stacks: list[list[str]] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.ModuleList) or len(module) == 0:
-            continue
-        blocks = [f"{name}.{index}" for index in range(len(module))]
-        is_nested = any(block.startswith(f"{outer}.") for stack in stacks for outer in stack for block in blocks)
-        if not is_nested and all(any(row.startswith(f"{block}.") for row in rowwise) for block in blocks):
-            stacks.append(blocks)
-    if not stacks:
-        raise PrepareError(
-            f"sequence_parallel=True needs a ModuleList of blocks that each have a rowwise matrix, but {type(model).__name__} "
-            "has none with this plan; leave the option out, or give torch's ParallelStyle objects"
-        )
-    return stacks
-
-
-def _arrange_child(name: str, child: torch.nn.Module, model_split: ModelSplit, region: SequenceRegion) -> None:
-    """Add a module within a block to a sequence region, and set the boundaries of the split modules in it.
-
-    There are four cases. A split matrix gathers its input, or scatters its output. A module without split matrices
-    computes on sequence shards. A module that calls its own colwise matrices gets the full sequence. The children of
-    any other module are added one by one.
-
-    Args:
-        name: Name of the module.
-        child: Module to add. Its input is a sequence shard.
-        model_split: Modules that the plan splits.
-        region: Region to which the module is added.
-
-    Raises:
-        PrepareError: If the plan gives a module or parameter a style that is not supported here. Also if parameters
-            among split matrices are replicated.
-    """
-    split_within = {
-        path: split_module
-        for path, split_module in model_split.split_modules.items()
-        if path == name or path.startswith(f"{name}.")
-    }
-    unsupported = [path for path, split_module in split_within.items() if not _supports_sequences(split_module)]
-    for path in (path for path in model_split.parameters if path.startswith(f"{name}.")):
-        owner = child.get_submodule(path.rpartition(".")[0].removeprefix(name).removeprefix("."))
-        if not isinstance(owner, torch.nn.Embedding):  # an embedding is a table with a column per head
-            unsupported.append(path)
-    if unsupported:
-        raise PrepareError(
-            f"sequence_parallel=True supports the styles colwise, packed_colwise, rowwise and replicated_with_grad_allreduce within "
-            f"blocks, but the plan gives {unsupported[0]!r} another; leave the option out"
-        )
-    matrices = {
-        path: split_module
-        for path, split_module in split_within.items()
-        if not isinstance(split_module.style, PartialGradients)
-    }
-    if name in matrices:
-        matrices[name].boundary = BoundaryLayout.SEQUENCE
-        return
-    if not matrices:
-        region.partial.update(f"{name}.{path}" if path else name for path, _ in child.named_modules())
-        return
-    replicated = _find_replicated(name, child, split_within, model_split)
-    columns = [path for path, split_module in matrices.items() if isinstance(split_module.style, Colwise)]
-    has_own_columns = any(path.rpartition(".")[0] == name for path in columns)
-    if not has_own_columns and (replicated or not columns or isinstance(child, torch.nn.ModuleList)):
-        _arrange_within(name, child, model_split, region)
-        return
-    if replicated is not None:
-        path, class_name = replicated
-        raise PrepareError(
-            f"sequence_parallel=True: {path!r} ({class_name}) stays whole among split matrices of {name!r}, where its "
-            "gradient would be counted once for each rank; split it, or leave the option out"
-        )
-    region.gathered.append(name)
-    for split_module in matrices.values():
-        is_rowwise = isinstance(split_module.style, Rowwise)
-        split_module.boundary = BoundaryLayout.SEQUENCE if is_rowwise else BoundaryLayout.GATHERED
-
-
-def _find_replicated(
-    name: str, child: torch.nn.Module, split_within: Mapping[str, SplitModule], model_split: ModelSplit
-) -> tuple[str, str] | None:
-    """Return (name, class name) of the first module in `child` with a replicated parameter, or None if there is none.
-
-    Args:
-        name: Name of `child` in the model.
-        child: Module to search.
-        split_within: Split modules in `child`, by name.
-        model_split: Split parameters of the model.
-    """
-    for path, module in child.named_modules():
-        full_name = f"{name}.{path}" if path else name
-        keys = [key for key, _ in module.named_parameters(recurse=False)]
-        if full_name not in split_within and any(f"{full_name}.{key}" not in model_split.parameters for key in keys):
-            return full_name, type(module).__name__
-    return None
-
-
-def _supports_sequences(split_module: SplitModule) -> bool:
-    """Whether sequence parallelism supports the style of a split module within a block."""
-    style = split_module.style
-    if isinstance(style, Colwise):
-        return not style.gathers_output
-    return isinstance(style, PartialGradients) or (isinstance(style, Rowwise) and not style.shards_input)

@@ -135,8 +135,11 @@ class SplitStyle:
 
 
 def _get_local_bias(bias: torch.Tensor) -> torch.Tensor:
-    """Return this rank's local tensor of a replicated bias, which is a DTensor or has been replaced by a plain tensor."""
-    return bias.to_local() if isinstance(bias, DTensor) else bias  # isinstance, which TorchDynamo can trace
+    """Return this rank's local tensor of a replicated bias.
+
+    The bias is a DTensor, or already a local tensor if `calls.py` has replaced it for this forward.
+    """
+    return bias.to_local() if isinstance(bias, DTensor) else bias
 
 
 def change_activations(
@@ -154,8 +157,19 @@ def change_activations(
     """
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    name = _name_activations(kwargs)
     return args, {**kwargs, name: change(kwargs[name])}
+
+
+def omit_activations(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a forward without the activations. The forward has no positional arguments."""
+    name = _name_activations(kwargs)
+    return {key: value for key, value in kwargs.items() if key != name}
+
+
+def _name_activations(kwargs: dict[str, Any]) -> str:
+    """Return the name of the keyword argument that is the activations, or "" if there are no arguments."""
+    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
 
 
 class Colwise(SplitStyle):
@@ -176,7 +190,7 @@ class Colwise(SplitStyle):
         return _describe_linear_misfit(module, "out_features")
 
     def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
-        """Return the output dimension of a parameter, along which it is sharded."""
+        """Return the output dimension of a parameter, along which it is sharded. No parameter is replicated (None)."""
         is_last = self.is_transposed or parameter.dim() == 1 or key.endswith("bias")
         return parameter.dim() - (1 if is_last else 2)
 
@@ -197,11 +211,9 @@ class Colwise(SplitStyle):
 
     def convert_output(self, split_module: SplitModule, output: Any) -> Any:
         """Return this rank's output features or, if `gathers_output`, all output features."""
-        return (
-            crossings.gather_shards(output, split_module.axis, -1, num_outputs(split_module.module))
-            if self.gathers_output
-            else output
-        )
+        if not self.gathers_output:
+            return output
+        return crossings.gather_shards(output, split_module.axis, -1, num_outputs(split_module.module))
 
 
 class PackedColwise(Colwise):
@@ -242,7 +254,7 @@ class PackedColwise(Colwise):
             self.replace_bias(split_module)
         return super().convert_inputs(split_module, args, kwargs)
 
-    def get_call_bias(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
+    def get_call_bias(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
         """Return this rank's slice of the bias of each packed matrix."""
         return crossings.take_shard(bias.view(self.factor, -1), axis, 1).flatten()
 
@@ -312,7 +324,7 @@ class PackedRowwise(Rowwise):
 
     factor = 2
 
-    def describe_misfit(self, module: torch.nn.Module, size: int) -> str | None:
+    def describe_misfit(self, module: torch.nn.Module, size: int) -> str:
         """Return the reason why this style cannot split a module: it applies only to packed parameters."""
         return "it is for a packed parameter, not for a module"
 
@@ -336,7 +348,7 @@ class EmbeddingRowwise(SplitStyle):
             return f"its {num_rows} rows are too few for {size} ranks"
         return None
 
-    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
+    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int:
         """Return 0, the row dimension of the embedding's weight, along which it is sharded."""
         return 0
 
@@ -373,9 +385,9 @@ class EmbeddingRowwise(SplitStyle):
 
         A rank contributes zeros for tokens whose embeddings other ranks hold.
         """
-        return crossings.sum_terms(
-            output.masked_fill(split_module.saved_values.pop("is_elsewhere").unsqueeze(-1), 0), split_module.axis
-        )
+        is_elsewhere = split_module.saved_values.pop("is_elsewhere")
+        term = output.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+        return crossings.sum_terms(term, split_module.axis)
 
 
 class EmbeddingColwise(SplitStyle):
@@ -388,7 +400,7 @@ class EmbeddingColwise(SplitStyle):
         """Return the reason why the module cannot be split, or None if it is a plain embedding."""
         return _describe_embedding_misfit(module)
 
-    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
+    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int:
         """Return 1, the column dimension of the embedding's weight, along which it is sharded."""
         return 1
 

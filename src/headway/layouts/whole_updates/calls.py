@@ -5,9 +5,12 @@ Parameter groups and their lists keep their identity, because schedulers and wra
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+_PARAMETER_KEYS = {"params", "param_names"}
+"""Keys of a parameter group that do not contain options."""
 
 
 @contextmanager
@@ -70,6 +73,18 @@ def write_numbers(values: dict[str, Any], numbers: dict[str, Any]) -> None:
             values[name] = number
 
 
+class _RecordedOption(NamedTuple):
+    """Option of a parameter group.
+
+    Attributes:
+        value: Value of the option.
+        clone: Clone of the value if it is a tensor, because a step can change the tensor in place. None for others.
+    """
+
+    value: Any
+    clone: torch.Tensor | None
+
+
 class CallCounters:
     """Recorded values of the counters that an optimizer increases in each call of `step`, such as `group["step"]`.
 
@@ -82,14 +97,12 @@ class CallCounters:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        # Pairs of (group, its options). An option is recorded with a clone, because a step can change a tensor in place.
-        self._groups = [
-            (
-                group,
-                {name: (value, _clone_tensor(value)) for name, value in group.items() if name not in _PARAMETER_KEYS},
-            )
-            for group in optimizer.param_groups
-        ]
+        # Pairs of (parameter group, its recorded options).
+        self._groups: list[tuple[dict[str, Any], dict[str, _RecordedOption]]] = []
+        for group in optimizer.param_groups:
+            options = {name: value for name, value in group.items() if name not in _PARAMETER_KEYS}
+            recorded = {name: _RecordedOption(value, _clone_tensor(value)) for name, value in options.items()}
+            self._groups.append((group, recorded))
         self._attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
 
     def rewind(self) -> None:
@@ -99,15 +112,11 @@ class CallCounters:
             for name in added_names:
                 del group[name]
             for name, (value, clone) in options.items():
-                if isinstance(value, torch.Tensor):
+                if clone is not None:
                     with torch.no_grad():
                         value.copy_(clone)
                 group[name] = value
         vars(self._optimizer).update(self._attributes)
-
-
-_PARAMETER_KEYS = {"params", "param_names"}
-"""Keys of a parameter group that do not contain options."""
 
 
 def _clone_tensor(value: Any) -> Any:

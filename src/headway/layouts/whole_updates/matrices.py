@@ -17,7 +17,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     The wrapped optimizer gets 2-D views. By default, a parameter with three dimensions is a batch of matrices, such as
     the weights of fused experts, and each matrix is updated separately. A parameter with four or more dimensions, such
     as the weight of a `Conv2d`, is flattened to one matrix, whose rows are its first dimension. Set the group option
-    `view` to "batch" or "flatten" to change this, for example to "flatten" for a `Conv1d`.
+    `view` to "batch" or "flatten" to change this, for example to "flatten" for a `Conv1d`. It can be prepared like any
+    optimizer, also for sharded models. Biases and other vectors need a second optimizer.
 
     Args:
         params: Parameters or parameter groups as in torch. Each parameter needs at least two dimensions.
@@ -27,6 +28,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
     Raises:
         ConfigError: If `params` is empty, if a parameter has fewer than two dimensions, or if `view` is neither "batch"
             nor "flatten".
+
+    Example::
+
+        weights = [p for p in model.parameters() if p.ndim >= 2]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        muon = MatrixOptimizer(weights, functools.partial(torch.optim.Muon, lr=0.02))
+        adamw = torch.optim.AdamW(vectors, lr=1e-3)
+        model, muon, adamw = accelerator.prepare(model, muon, adamw)
     """
 
     def __init__(self, params: Iterable[Any], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
@@ -64,37 +73,44 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        inner = self._inner
-        matrices_of: list[tuple[torch.Tensor, list[torch.nn.Parameter]]] = []  # pairs of (parameter, its matrices)
+        matrices_by_parameter = self._load_inner_groups()
+        # Matrices are new objects in each step, so their states are kept under the parameter between steps.
+        self._inner.state.clear()
+        for parameter, matrices in matrices_by_parameter.items():
+            states = self.state[parameter].get("matrices", [{} for _ in matrices])
+            # Most optimizers initialize a parameter's state if it has no entry yet, so empty states are left out.
+            self._inner.state.update({matrix: state for matrix, state in zip(matrices, states) if state})
+        self._inner.step()
+        for parameter, matrices in matrices_by_parameter.items():
+            if not parameter.is_contiguous():  # as in channels_last: a matrix of it can be a copy
+                parameter.copy_(torch.stack([matrix.detach() for matrix in matrices]).view(parameter.shape))
+            self.state[parameter]["matrices"] = [self._inner.state[matrix] for matrix in matrices]
+        self._inner.state.clear()
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups):
+            group.update(_select_options(inner_group))  # the step may have changed them
+            inner_group["params"] = []
+        return loss
+
+    def _load_inner_groups(self) -> dict[torch.Tensor, list[torch.nn.Parameter]]:
+        """Give the wrapped optimizer the current options of all groups, and the matrices of parameters with gradients.
+
+        Returns:
+            Matrices by parameter. Parameters without a gradient are left out.
+        """
+        inner_groups = self._inner.param_groups
         # `add_param_group` or a load may have changed the number of groups.
-        while len(inner.param_groups) < len(self.param_groups):
-            inner.param_groups.append({**inner.param_groups[0]})
-        inner.param_groups[len(self.param_groups) :] = []
-        for group, inner_group in zip(self.param_groups, inner.param_groups):
+        while len(inner_groups) < len(self.param_groups):
+            inner_groups.append({**inner_groups[0]})
+        inner_groups[len(self.param_groups) :] = []
+        matrices_by_parameter: dict[torch.Tensor, list[torch.nn.Parameter]] = {}
+        for group, inner_group in zip(self.param_groups, inner_groups):
             inner_group.update(_select_options(group))
             inner_group["params"] = []
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    matrices = _list_matrices(parameter, group)
-                    matrices_of.append((parameter, matrices))
-                    inner_group["params"] += matrices
-        # Matrices are new objects in each step, so their states are kept under the parameter between steps.
-        inner.state.clear()
-        for parameter, matrices in matrices_of:
-            states = self.state[parameter].get("matrices", [{} for _ in matrices])
-            # Most optimizers initialize a parameter's state if it has no entry yet, so empty states are left out.
-            inner.state.update({matrix: state for matrix, state in zip(matrices, states) if state})
-        inner.step()
-        for parameter, matrices in matrices_of:
-            if not parameter.is_contiguous():  # as in channels_last: a matrix of it can be a copy
-                parameter.copy_(torch.stack([matrix.detach() for matrix in matrices]).view(parameter.shape))
-        for group, inner_group in zip(self.param_groups, inner.param_groups):
-            group.update(_select_options(inner_group))  # the step may have changed them
-            inner_group["params"] = []
-        for parameter, matrices in matrices_of:
-            self.state[parameter]["matrices"] = [inner.state[matrix] for matrix in matrices]
-        inner.state.clear()
-        return loss
+                    matrices_by_parameter[parameter] = _list_matrices(parameter, group)
+                    inner_group["params"] += matrices_by_parameter[parameter]
+        return matrices_by_parameter
 
 
 def _select_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 
 from headway.core.strategies.fully_sharded import dtensors
 from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, is_dtensor, replace_local
-from headway.core.weights.shards import TensorSpec
+from headway.core.weights.tensor_bytes import TensorSpec
 
 
 def map_state(change: Callable[[torch.Tensor], Any], value: Any) -> Any:

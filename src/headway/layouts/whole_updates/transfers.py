@@ -7,17 +7,16 @@ and all of them receive it back. Plans are computed from the boxes that ranks re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
-from headway.core.weights.pieces import is_dtensor, iterate_boxes, make_slices
+from headway.core.weights.dtensor_boxes import iterate_boxes
+from headway.core.weights.pieces import is_dtensor, make_slices
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Rectangular part of a tensor: pair of (offsets in the full tensor, shape)."""
 _ALIGNMENT = 16
 """Alignment of boxes in a message, in bytes.
 
@@ -25,13 +24,25 @@ Boxes are padded to multiples of it, so that views of any dtype are aligned.
 """
 
 
+class Box(NamedTuple):
+    """Rectangular part of a tensor.
+
+    Attributes:
+        offsets: First index along each dim of the full tensor.
+        shape: Length along each dim.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 def list_local_views(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:
     """Return this rank's boxes (rectangular parts) of a tensor as views of its memory. A plain tensor is one box."""
     local = get_local_shard(tensor).detach()
     if not is_dtensor(tensor):
-        return {((0,) * local.ndim, tuple(local.shape)): local}
+        return {Box((0,) * local.ndim, tuple(local.shape)): local}
     views = ((offsets, local[where]) for offsets, where in iterate_boxes(tensor))
-    return {(offsets, tuple(view.shape)): view for offsets, view in views if view.numel()}
+    return {Box(offsets, tuple(view.shape)): view for offsets, view in views if view.numel()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,9 @@ class Transfers:
                     continue
                 for box, sender in plan.senders.items():
                     if sender == rank:
-                        full_tensor[make_slices(*box)].copy_(_read_box(received, position, box, plan.dtype))
+                        full_tensor[make_slices(box.offsets, box.shape)].copy_(
+                            _read_box(received, position, box, plan.dtype)
+                        )
                         position += _count_bytes(box, plan.dtype)
         return full_tensors
 
@@ -167,7 +180,7 @@ class Transfers:
         for plan, full_tensor in zip(plans, full_tensors):
             if full_tensor is not None:
                 for rank, boxes in enumerate(plan.boxes):
-                    outgoing[rank] += [full_tensor[make_slices(*box)] for box in boxes]
+                    outgoing[rank] += [full_tensor[make_slices(box.offsets, box.shape)] for box in boxes]
             incoming_bytes[plan.owner] += sum(_count_bytes(box, plan.dtype) for box in plan.boxes[self._rank])
         return self._start_exchange(outgoing, incoming_bytes, device)
 
@@ -216,7 +229,7 @@ def _round_up(num_bytes: int) -> int:
 
 def _count_bytes(box: Box, dtype: torch.dtype) -> int:
     """Return the number of bytes of a box in a message, with padding."""
-    return _round_up(prod(box[1]) * dtype.itemsize)
+    return _round_up(prod(box.shape) * dtype.itemsize)
 
 
 def _to_bytes(view: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -229,5 +242,5 @@ def _to_bytes(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _read_box(received: torch.Tensor, position: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a box as a view of the received bytes, from index `position` on."""
-    flat = received[position : position + prod(box[1]) * dtype.itemsize]
-    return flat.view(dtype).view(box[1])
+    flat = received[position : position + prod(box.shape) * dtype.itemsize]
+    return flat.view(dtype).view(box.shape)

@@ -15,20 +15,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.dry_run import is_dry_run
 from headway.core.strategies.fully_sharded import dtensors
+from headway.core.strategies.fully_sharded.full_parameter_updates import FullParameterUpdates
 from headway.core.weights.pieces import is_dtensor
 from headway.errors import UnsupportedError
 from headway.layouts.low_bit import bitsandbytes
 from headway.layouts.low_bit.states import keeps_low_bit_state, prepare_low_bit_shards
 from headway.layouts.whole_updates import _torch, ownership, states
 from headway.layouts.whole_updates.calls import CallCounters, read_numbers, replace_groups, write_numbers
-from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_known_kind, try_kind
+from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_known_kind
 from headway.layouts.whole_updates.transfers import (
     Box,
     PendingTransfer,
@@ -37,6 +38,7 @@ from headway.layouts.whole_updates.transfers import (
     list_local_views,
     make_plan,
 )
+from headway.layouts.whole_updates.trial import try_kind
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -77,6 +79,18 @@ class _OptimizerRecord:
     plans: list[TensorPlan] = field(default_factory=list)
     has_new_state: bool = True
     copies_counters: bool = False
+
+
+class _OptimizerNumbers(NamedTuple):
+    """Numbers of an optimizer on one rank that its step can change, such as step counts.
+
+    Attributes:
+        by_group: Numbers in each parameter group, by the name of the option.
+        attributes: Numbers in the optimizer's attributes, by name.
+    """
+
+    by_group: list[dict[str, Any]]
+    attributes: dict[str, Any]
 
 
 @runtime_checkable
@@ -126,7 +140,7 @@ def choose_owners(
     return ownership.assign_owners(shapes, num_ranks, known_owners)
 
 
-class WholeUpdates:
+class WholeUpdates(FullParameterUpdates):
     """Updates of sharded parameters for those of a strategy's optimizers that cannot step on DTensors.
 
     Args:
@@ -242,8 +256,8 @@ class WholeUpdates:
         is_bitsandbytes = bitsandbytes.keeps_low_bit_state(optimizer)
         groups: list[list[torch.Tensor]] = []
         pairs: list[tuple[torch.Tensor, torch.nn.Parameter]] = []  # (DTensor, plain parameter with its shard)
-        # Pairs of (plain parameter without elements, indices of its group and in the group).
-        empty_shards: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
+        # Pairs of (plain parameter without elements, position in the optimizer).
+        empty_shards: list[tuple[torch.nn.Parameter, bitsandbytes.GroupPosition]] = []
         for group_index, group in enumerate(optimizer.param_groups):
             groups.append([])
             for index, parameter in enumerate(group["params"]):
@@ -255,7 +269,7 @@ class WholeUpdates:
                 pairs.append((parameter, plain))
                 if is_bitsandbytes and plain.grad is not None and not plain.numel():
                     plain.grad = None  # bitsandbytes' kernels cannot run on empty tensors
-                    empty_shards.append((plain, (group_index, index)))
+                    empty_shards.append((plain, bitsandbytes.GroupPosition(group_index, index)))
         for parameter, plain in pairs:
             if parameter in optimizer.state:
                 optimizer.state[plain] = states.unwrap_local_state(optimizer.state.pop(parameter))
@@ -353,12 +367,10 @@ class WholeUpdates:
         """
         if not updated:
             return []
-        if record.kind is UpdateKind.TOGETHER or any(getattr(optimizer, name, None) for name in _torch.HOOKS):
+        if record.kind is UpdateKind.TOGETHER or any(getattr(optimizer, name, None) for name in _torch.STEP_HOOKS):
             return [updated]
-        parameters, owners = (
-            [record.parameters[index] for index in updated],
-            [record.owners[index] for index in updated],
-        )
+        parameters = [record.parameters[index] for index in updated]
+        owners = [record.owners[index] for index in updated]
         buckets = ownership.assign_buckets(parameters, owners, ownership.BUCKET_BYTES)
         return [[updated[position] for position in bucket] for bucket in buckets]
 
@@ -455,15 +467,16 @@ class WholeUpdates:
             record: Owners of the optimizer's parameters.
             updated: Indices of the updated parameters.
         """
-        numbers = [read_numbers(group) for group in optimizer.param_groups], read_numbers(vars(optimizer))
-        numbers_by_rank = self._everyone.gather_objects(numbers)
+        numbers = _OptimizerNumbers(
+            [read_numbers(group) for group in optimizer.param_groups], read_numbers(vars(optimizer))
+        )
+        numbers_by_rank: list[_OptimizerNumbers] = self._everyone.gather_objects(numbers)
         for group_index, indices in enumerate(_list_group_indices(optimizer)):
             owner = next((record.owners[index] for index in indices if index in updated), None)
             if owner is not None:
-                group_numbers, _ = numbers_by_rank[owner]
-                write_numbers(optimizer.param_groups[group_index], group_numbers[group_index])
-        _, attribute_numbers = numbers_by_rank[record.owners[min(updated)]]
-        write_numbers(vars(optimizer), attribute_numbers)
+                write_numbers(optimizer.param_groups[group_index], numbers_by_rank[owner].by_group[group_index])
+        first_owner = record.owners[min(updated)]
+        write_numbers(vars(optimizer), numbers_by_rank[first_owner].attributes)
 
 
 class _OptimizerUpdate:
@@ -587,7 +600,7 @@ class _OptimizerUpdate:
         not warn.
         """
         if self._counters is None and self._method == "step":
-            setattr(self._optimizer, _torch.WAS_CALLED, True)
+            setattr(self._optimizer, _torch.STEP_MARK, True)
         if self._error is not None:
             raise self._error
 
@@ -612,5 +625,8 @@ def _list_group_indices(optimizer: torch.optim.Optimizer) -> list[range]:
 
 
 def _replace_dtensor(full_tensors: Iterator[torch.Tensor | None], tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the next full tensor in place of a DTensor, and other tensors unchanged."""
+    """Return the next full tensor in place of a DTensor, and other tensors unchanged.
+
+    None if the next full tensor is None, as it is on ranks that do not own the state.
+    """
     return next(full_tensors) if is_dtensor(tensor) else tensor

@@ -46,29 +46,42 @@ def infer_auto_device_map(
     accelerator in use keeps memory free for the largest offloaded layer, which runs there. Layers that share tensors
     are placed together, on the device of the first of them. No device stays empty if it could store an offloaded layer.
     If no accelerator has enough memory to run the largest offloaded layer, the model is placed on the CPU, with a
-    warning.
+    warning. Nothing is moved; pass the result to `dispatch_model` or `load_checkpoint_and_dispatch`.
 
     Args:
         model: Model on any device, including the meta device.
-        max_memory: Memory limit of each device, in the form that get_max_memory accepts. The disk has no limit unless
-            one is given.
+        max_memory: Memory limit of each device, in bytes or as text, such as {0: "20GiB", "cpu": "60GiB"}. A device is
+            an index, "cuda:0", "mps", "cpu" or "disk". The disk has no limit unless one is given. None (the default):
+            the memory that is free now (`get_max_memory`).
         no_split_module_classes: Names of classes whose modules must stay on one device, such as blocks with a residual
-            connection. Modules without children are never divided.
-        dtype: Dtype in which the model will be loaded, or None for the model's dtype.
-        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
-        verbose: Whether to log the table of DeviceMap.explain.
-        clean_result: Whether a module gets a single entry if all of its parts are on one device. If False, each
-            indivisible module or tensor gets an entry.
-        offload_buffers: Whether the buffers of offloaded layers are offloaded, too. If False, they stay on the main
-            device and count against its budget.
+            connection. Modules without children are never divided. None (the default): no other modules.
+        dtype: Dtype in which the model will be loaded. None (the default): the model's dtype.
+        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`. None (the default): none.
+        verbose: Whether to log the table of DeviceMap.explain. Default: False.
+        clean_result: Whether a module gets a single entry if all of its parts are on one device. False: each
+            indivisible module or tensor gets an entry. Default: True.
+        offload_buffers: Whether the buffers of offloaded layers are offloaded, too. False (the default): they stay on
+            the main device and count against its budget.
         fallback_allocation: No effect, because no device is left empty unnecessarily. Accepted for compatibility with
             Accelerate.
-        workload: Workload of the first forward. If given, its KV cache and activations are taken into account.
+        workload: Workload of the first forward. If given, its KV cache and activations are taken into account. None (the
+            default): only weights count.
+
+    Returns:
+        A dict from names of modules or tensors to devices: an index, "mps", "cpu" or "disk". Its method `explain()`
+        returns a table of the memory of each device.
 
     Raises:
         DeviceMapError: If a budget is invalid, no device has enough memory to run the largest layer, or the workload
             cannot be measured.
         ConfigError: If `dtype` or one of `special_dtypes` is not a dtype.
+
+    Example::
+
+        with init_empty_weights():
+            model = build_model()
+        device_map = infer_auto_device_map(model, max_memory={0: "20GiB", "cpu": "60GiB"}, dtype=torch.bfloat16)
+        print(device_map.explain())
     """
     tree = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
     return _infer_map(tree, get_max_memory(max_memory), clean_result, verbose)
@@ -157,14 +170,30 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return memory budgets for infer_auto_device_map that spread the model evenly over the accelerators.
 
-    See infer_auto_device_map for the arguments that are not listed, and for errors. The largest load of an accelerator
-    is as small as a contiguous placement allows. The last accelerator keeps its full budget. If the model does not fit
-    on the accelerators, all of them keep their full budgets. With one accelerator and `max_memory=None`, 10% of its
-    memory stays free. Budgets of the CPU and the disk do not change.
+    The largest load of an accelerator is as small as a contiguous placement allows. The last accelerator keeps its full
+    budget. If the model does not fit on the accelerators, all of them keep their full budgets. With one accelerator and
+    `max_memory=None`, 10% of its memory stays free. Budgets of the CPU and the disk do not change.
 
     Args:
+        model: Model on any device, including the meta device.
+        max_memory: Memory limit of each device, in bytes or as text such as "20GiB". None (the default): the memory
+            that is free now (`get_max_memory`).
+        no_split_module_classes: Names of classes whose modules must stay on one device. None (the default): only
+            modules without children are never divided.
+        dtype: Dtype in which the model will be loaded. None (the default): the model's dtype.
+        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`. None (the default): none.
         low_zero: Whether to leave as much memory as possible free on the first accelerator, for example for generation,
-            and to balance only the other accelerators.
+            and to balance only the other accelerators. Default: False.
+        offload_buffers: Whether the buffers of offloaded layers will be offloaded, too. Default: False.
+        workload: Workload of the first forward, whose KV cache and activations are taken into account. None (the
+            default): only weights count.
+
+    Returns:
+        Budget in bytes by device, for the argument `max_memory` of infer_auto_device_map.
+
+    Raises:
+        DeviceMapError: If a budget is invalid, or the workload cannot be measured.
+        ConfigError: If `dtype` or one of `special_dtypes` is not a dtype.
     """
     budgets = get_max_memory(max_memory)
     tree = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
@@ -208,12 +237,14 @@ def resolve_device_map(
 ) -> DeviceMap:
     """Convert any value that users can give as `device_map` to a map that covers the model.
 
-    See infer_auto_device_map for the arguments that are not listed. `no_split_module_classes=None` uses the model's own
-    `_no_split_modules`.
-
     Args:
+        model: Model to place.
         device_map: "auto" or "balanced" (equivalent), "balanced_low_0", "sequential", one device for the whole model,
             or a map.
+        max_memory, dtype, special_dtypes, offload_buffers, workload: As in `infer_auto_device_map`, with the same
+            defaults. Unused if `device_map` is a device or a map.
+        no_split_module_classes: Names of classes whose modules must stay on one device. None (the default): the model's
+            own `_no_split_modules`.
 
     Raises:
         DeviceMapError: If the strategy name is unknown, the map has faults, or a device is not on this machine. The

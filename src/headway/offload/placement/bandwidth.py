@@ -57,7 +57,7 @@ def measure_disk_bandwidth(files: Iterable[Path], most: int = _MOST) -> float | 
 
     Args:
         files: Files to read, in order.
-        most: Maximum number of bytes to read.
+        most: Maximum number of bytes to read. Default: `_MOST`.
 
     Returns:
         The bandwidth. None if the file system cannot bypass the page cache, or if no file has at least 8 MiB.

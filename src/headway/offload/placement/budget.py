@@ -34,11 +34,15 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
 
     Args:
         max_memory: Limit in bytes, or as text such as "10GiB", by device. A device is an index, "cuda:0", "cuda" (the
-            one that this process uses), "mps", "cpu" or "disk". None measures the free memory of each accelerator,
-            including unused memory in torch's allocator, and the main memory available within the container's limits.
-            Main memory is then left out if an accelerator shares it, and accelerators that do not report their free
-            memory are left out with a warning. Devices that this machine does not have are accepted, for planning. In
-            that case a warning is logged once.
+            one that this process uses), "mps", "cpu" or "disk". Devices that this machine does not have are accepted,
+            for planning. In that case a warning is logged once. None (the default) measures the free memory of each
+            accelerator, including unused memory in torch's allocator, and the main memory available within the
+            container's limits. Main memory is then left out if an accelerator shares it, and accelerators that do not
+            report their free memory are left out with a warning.
+
+    Returns:
+        Budget in bytes by device: the given devices, or all that were measured. An accelerator with an index has this
+        integer as its key.
 
     Raises:
         DeviceMapError: If any device or size is invalid, or a device has two budgets. The message lists all such
@@ -53,7 +57,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     return budgets
 
 
-def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
+def check_budget_devices(max_memory: Mapping[Device, int | str] | None) -> None:
     """Raise an error if a memory budget contains a device that this machine does not have.
 
     Args:
@@ -62,8 +66,10 @@ def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
     Raises:
         DeviceMapError: If devices or sizes are invalid, or devices are not on this machine.
     """
-    absent = [] if max_memory is None else find_absent_devices(_parse_budgets(max_memory))
-    if max_memory is not None and absent:
+    if max_memory is None:
+        return
+    absent = find_absent_devices(_parse_budgets(max_memory))
+    if absent:
         raise DeviceMapError(
             f"{_describe_absent(absent, max_memory)}; name devices of this machine, as in max_memory={{'cpu': '8GiB'}}, or leave "
             "it out"
@@ -153,21 +159,27 @@ def parse_device(device: object) -> Device:
         return "disk"
     if isinstance(device, str) and device.isdecimal():
         return int(device)
-    if isinstance(device, (str, torch.device)):
-        try:
-            found = torch.device(device)
-        except RuntimeError:
-            found = None
-        if found is not None and found.type == "meta":
-            raise DeviceMapError("'meta' devices have no values; give 'cpu', 'disk' or an accelerator")
-        if found is not None:
-            known = HARDWARE.get(found.type)
-            if known is not None and not known.is_indexed:
-                return found.type
-            return _get_own_index(found.type) if found.index is None else found.index
-    raise DeviceMapError(
-        f"{device!r} is not a device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
-    )
+    torch_device = _parse_torch_device(device)
+    if torch_device is None:
+        raise DeviceMapError(
+            f"{device!r} is not a device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
+        )
+    if torch_device.type == "meta":
+        raise DeviceMapError("'meta' devices have no values; give 'cpu', 'disk' or an accelerator")
+    hardware = HARDWARE.get(torch_device.type)
+    if hardware is not None and not hardware.is_indexed:  # there is only one, such as the CPU
+        return torch_device.type
+    return _get_own_index(torch_device.type) if torch_device.index is None else torch_device.index
+
+
+def _parse_torch_device(device: object) -> torch.device | None:
+    """Return the device that a text or a torch.device describes, or None for any other value."""
+    if not isinstance(device, (str, torch.device)):
+        return None
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        return None
 
 
 def _get_own_index(device_type: str) -> int:

@@ -2,7 +2,7 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class DeviceMap(dict[str, Device]):
     """Dict from names of modules or tensors to devices, with a report on the memory of each device.
 
     Args:
-        entries: Devices by name. The name "" is the whole model.
+        entries: Devices by name. The name "" is the whole model. Default: no entries.
         plan: Budget and used memory of each device, or None if unknown.
 
     Attributes:
@@ -83,7 +83,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.d
     """Raise an error unless a device map matches a model.
 
     The map must cover every tensor, its names must exist in the model, and its devices must be valid. If it places one
-    tied parameter on several devices, a warning is logged.
+    tied parameter on several devices, a warning is logged. Whether this machine has the devices is not checked here.
+
+    Args:
+        model: Model on any device, including the meta device.
+        device_map: Device by name of a module or tensor. The name "" is the whole model.
 
     Raises:
         DeviceMapError: If the map has faults. The message lists the first 20 of them.
@@ -95,9 +99,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.d
     faults: list[str] = []
     for name, device in device_map.items():
         if name not in names:
-            depth = str(name).count(".")
-            near = difflib.get_close_matches(str(name), [other for other in names if other.count(".") == depth], n=1)
-            faults.append(f"the model has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            faults.append(_describe_unknown_name(str(name), names))
         try:
             parse_device(device)
         except DeviceMapError as error:
@@ -111,6 +113,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.d
         devices = {get_device(parsed_map, name) for name in group}
         if len(devices) > 1:
             logger.warning(f"{', '.join(group)} are one parameter, placed on {len(devices)} devices: each gets a copy")
+
+
+def _describe_unknown_name(name: str, known_names: Collection[str]) -> str:
+    """Return a message about a name that the model does not have, with the most similar name of the same depth."""
+    candidates = [each for each in known_names if each.count(".") == name.count(".")]
+    similar = difflib.get_close_matches(name, candidates, n=1)
+    suggestion = f"; did you mean {similar[0]!r}?" if similar else ""
+    return f"the model has no {name!r}{suggestion}"
 
 
 def check_presence(device_map: Mapping[str, Device]) -> None:
@@ -133,6 +143,10 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
     Args:
         device_map: Device by name of a module or tensor.
         module_name: Name of the module within which entries are merged. Default: "", the whole model.
+
+    Example::
+
+        assert clean_device_map({"block.up": 0, "block.down": 0, "head": 1}) == {"block": 0, "head": 1}
     """
     # Device of all entries inside of each module, or None if they are on several devices.
     device_by_module: dict[str, Device | None] = {}
@@ -146,8 +160,9 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
     for name, device in device_map.items():
         candidates: list[str] = []  # modules whose entry could replace this one, outermost first
         if not module_name or name == module_name or name.startswith(f"{module_name}."):
-            candidates = [p for p in reversed(_list_prefixes(name)) if p.startswith(module_name)]
-        merged[next((p for p in candidates if count[p] > 1 and device_by_module[p] is not None), name)] = device
+            candidates = [prefix for prefix in reversed(_list_prefixes(name)) if prefix.startswith(module_name)]
+        mergeable = [each for each in candidates if count[each] > 1 and device_by_module[each] is not None]
+        merged[mergeable[0] if mergeable else name] = device
     return merged
 
 

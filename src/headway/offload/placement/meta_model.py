@@ -68,16 +68,23 @@ _VALUE_FREE_FUNCTIONS = frozenset(
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
     """Return a context that builds models without memory: parameters created in it are on the meta device.
 
-    Tied weights stay tied. Contexts can be nested, and the innermost one applies. Other threads are not affected. All
-    changes to torch are undone when the context ends, even after an error.
+    Such a model has shapes and dtypes, but no values. Load them with `load_checkpoint_and_dispatch`, or with
+    `Accelerator.load_weights` before `prepare`. Tied weights stay tied. Contexts can be nested, and the innermost one
+    applies. Other threads are not affected. All changes to torch are undone when the context ends, even after an error.
 
     Args:
-        include_buffers: Whether buffers are on the meta device, too. None: the value of the environment variable
-            `HEADWAY_INIT_INCLUDE_BUFFERS`, or False if it is not set. Buffers that no checkpoint contains, such as the
-            frequencies of rotary embeddings, need values.
+        include_buffers: Whether buffers are on the meta device, too. None (the default): the value of the environment
+            variable `HEADWAY_INIT_INCLUDE_BUFFERS`, or False if it is not set. Buffers that no checkpoint contains, such
+            as the frequencies of rotary embeddings, need values.
 
     Raises:
         MetaModelError: If a constructor reads a value that a meta tensor does not have. The message names the modules.
+
+    Example::
+
+        with init_empty_weights():
+            model = torch.nn.Linear(100_000, 100_000)
+        assert model.weight.is_meta
     """
     return init_on_device(_META, include_buffers)
 
@@ -86,9 +93,11 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
     """Return a context that builds models whose parameters are on `device` from the start.
 
+    Other threads are not affected. All changes to torch are undone when the context ends, even after an error.
+
     Args:
-        device: Any value that torch.device accepts.
-        include_buffers: Whether buffers are on `device`, too. None: the value of the environment variable
+        device: Any value that torch.device accepts, such as "cuda:0" or "meta".
+        include_buffers: Whether buffers are on `device`, too. None (the default): the value of the environment variable
             `HEADWAY_INIT_INCLUDE_BUFFERS`, or False if it is not set. With True, all tensors are created on `device`,
             as with `with torch.device(device)`. With False, each parameter is moved when a module registers it.
 
@@ -281,12 +290,14 @@ class _RegistrationHooks:
                         handle.remove()
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the replacement of a parameter that a module registers, or None to keep it (registration hook)."""
         stack = self.thread_state.__dict__.get("stack")
         return (
             stack[-1].replace_parameter(module, name, parameter) if stack and not stack[-1].creates_on_device else None
         )
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor) -> None:
+        """Check a buffer that a module registers (registration hook)."""
         stack = self.thread_state.__dict__.get("stack")
         if stack and not stack[-1].creates_on_device:
             stack[-1].check_buffer(module, name, buffer)

@@ -8,6 +8,9 @@ from headway.offload.placement.budget import Device
 from headway.offload.placement.solver import PlacementSolution
 from headway.offload.placement.survey import ModuleTree
 
+_OPTIONAL = ("cache", "activations", "streaming")
+"""Titles of the columns that the table leaves out if they are empty."""
+
 
 @dataclass
 class DeviceUse:
@@ -78,12 +81,13 @@ class PlacementReport:
 
         Devices that have neither a budget nor any part of the model are left out.
         """
+        devices = [_format_cells(row) for row in self.rows if row.units or row.budget]
         titles = ["device", "units", "weights", "cache", "activations", "streaming", "budget", "headroom"]
-        lines = [titles, *(_format_cells(row) for row in self.rows if row.units or row.budget)]
-        shown = [i for i in range(len(titles)) if i not in (3, 4, 5) or any(line[i] != "-" for line in lines[1:])]
-        rows = format_columns([[line[i] for i in shown] for line in lines], ">")
+        # Columns that are empty for all devices are left out.
+        shown = [title for title in titles if title not in _OPTIONAL or any(cells[title] != "-" for cells in devices)]
+        lines = format_columns([shown, *([cells[title] for title in shown] for cells in devices)], ">")
         spans = [f"{row.device}: {_format_span(row.units)}" for row in self.rows if row.units]
-        return "\n".join([*rows, *spans])
+        return "\n".join([*lines, *spans])
 
 
 def make_report(
@@ -120,23 +124,25 @@ def make_report(
     return PlacementReport(rows, main.device)
 
 
-def _format_cells(row: DeviceUse) -> list[str]:
+def _format_cells(row: DeviceUse) -> dict[str, str]:
+    """Return the cells of a device's row in the table, by the title of the column."""
+
     def format_size(value: int | None, absent: str) -> str:
         return format_bytes(value) if value else absent
 
-    headroom = "no limit" if row.headroom is None else format_bytes(row.headroom)
-    return [
-        str(row.device),
-        str(len(row.units)),
-        format_bytes(row.weights),
-        format_size(row.cache, "-"),
-        format_size(row.activations, "-"),
-        format_size(row.streaming, "-"),
-        format_size(row.budget, "no limit" if row.budget is None else "0 B"),
-        headroom,
-    ]
+    return {
+        "device": str(row.device),
+        "units": str(len(row.units)),
+        "weights": format_bytes(row.weights),
+        "cache": format_size(row.cache, "-"),
+        "activations": format_size(row.activations, "-"),
+        "streaming": format_size(row.streaming, "-"),
+        "budget": format_size(row.budget, "no limit" if row.budget is None else "0 B"),
+        "headroom": "no limit" if row.headroom is None else format_bytes(row.headroom),
+    }
 
 
 def _format_span(units: list[str]) -> str:
+    """Return the names of the first and the last unit."""
     first, last = units[0] or "the whole model", units[-1]
     return first if len(units) == 1 else f"{first} ... {last}"

@@ -19,7 +19,11 @@ torch itself stores each element in a byte.
 
 
 class CustomDtype(Enum):
-    """Weight formats that have no exact counterpart among torch's dtypes."""
+    """Weight formats that have no exact counterpart among torch's dtypes: FP8, INT4 and INT2.
+
+    Their elements take 8, 4 and 2 bits. Functions that compute sizes, such as `compute_module_sizes`, accept a member as
+    `dtype`.
+    """
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -55,6 +59,9 @@ def parse_dtype(dtype: Dtype | None) -> torch.dtype | CustomDtype | None:
 
 def dtype_byte_size(dtype: Dtype) -> int | float:
     """Return the bytes per element of a dtype: 2 for float16, 1 for bool and float8, 0.5 for (packed) int4.
+
+    Args:
+        dtype: A torch.dtype, a `CustomDtype`, or a name such as "bfloat16" or "int4".
 
     Raises:
         ConfigError: If `dtype` is None or not the name of a dtype.
@@ -109,6 +116,7 @@ class TensorSizes:
     Args:
         dtype: Dtype in which the model will be loaded, or None for the model's dtype.
         special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
+            None (the default): no such tensors.
     """
 
     def __init__(self, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None) -> None:
@@ -150,16 +158,21 @@ def compute_module_sizes(
     """Return the bytes of every module and tensor, by name. The key "" is the whole model. Missing names count as 0.
 
     A tensor with several names counts once, under its first name. It has several names if it is tied or if its module
-    is used twice.
+    is used twice. Parameters and buffers count; gradients do not.
 
     Args:
         model: Model on any device, including the meta device.
-        dtype: Dtype in which persistent floating tensors will be loaded, or None for the model's dtype.
-        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
+        dtype: Dtype in which persistent floating tensors will be loaded. None (the default): the model's dtype.
+        special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`. None (the default): none.
         buffers_only: Whether to leave out parameters. Default: False.
 
     Raises:
         ConfigError: If `dtype` is not a dtype.
+
+    Example::
+
+        sizes = compute_module_sizes(torch.nn.Linear(4, 2), dtype="float16")
+        assert sizes[""] == 20 and sizes["weight"] == 16
     """
     measure_size, sizes = TensorSizes(dtype, special_dtypes), Counter[str]()
     for name, tensor, is_persistent in _iterate_tensors(model, parameters=not buffers_only):
@@ -198,9 +211,9 @@ def named_module_tensors(
 
     Args:
         module: Module to read.
-        include_buffers: Whether buffers are included.
-        recurse: Whether tensors of submodules are included.
-        remove_non_persistent: Whether to leave out buffers that are not in the state dict.
+        include_buffers: Whether buffers are included. Default: True.
+        recurse: Whether tensors of submodules are included, with dotted names. Default: False.
+        remove_non_persistent: Whether to leave out buffers that are not in the state dict. Default: False.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -209,6 +222,12 @@ def named_module_tensors(
 
 
 def _list_non_persistent(module: nn.Module, recurse: bool) -> set[str]:
+    """Return the names of a module's non-persistent buffers, which `state_dict` leaves out.
+
+    Args:
+        module: Module.
+        recurse: Whether to include the buffers of submodules.
+    """
     if not recurse:
         return set(module._non_persistent_buffers_set)
     return {
@@ -221,10 +240,10 @@ def _list_non_persistent(module: nn.Module, recurse: bool) -> set[str]:
 def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     """Return the groups of names that share one parameter.
 
-    Each group is sorted. Groups are in the order of their first names. The model can be on the meta device.
+    Each group is sorted, and has at least two names. Groups are in the order of their first names. Buffers do not count.
 
     Args:
-        model: Any module.
+        model: Any module, also on the meta device.
         kwargs: Ignored. Accepted because other libraries pass keyword arguments that are not needed here.
     """
     names: defaultdict[int, list[str]] = defaultdict(list)
@@ -246,7 +265,7 @@ def get_max_layer_size(
     Args:
         modules: Pairs of a name and a module or tensor to search.
         module_sizes: Sizes as returned by compute_module_sizes.
-        no_split_module_classes: Names of module classes that are not divided.
+        no_split_module_classes: Names of module classes that are not divided. None: no such classes.
     """
     undivided_classes = collect_class_names(no_split_module_classes)
     largest, names = 0, list[str]()
@@ -274,6 +293,12 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """Return the bytes of the model, and the bytes and names of its largest layers.
 
     A layer is a module that is not divided: one without children, or one of a class in the model's `_no_split_modules`.
+
+    Args:
+        model: Model on any device, including the meta device. Sizes are those in the model's dtypes.
+
+    Returns:
+        Pair of (bytes of the model, pair of (bytes of the largest layer, names of all layers of this size)).
     """
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, nn.Module | torch.Tensor]] = [

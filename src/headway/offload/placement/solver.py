@@ -41,6 +41,11 @@ class ModelPart:
     activations: int = 0
     is_tied: bool = False
 
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that stays in use on the part's device: weights, buffers and cache."""
+        return self.size + self.cache
+
 
 @dataclass
 class PlacementSolution:
@@ -107,7 +112,7 @@ def _place_without_offloading(parts: Sequence[ModelPart], budgets: Sequence[int]
     for choice in product(range(len(budgets)), repeat=len(tied)):
         free_bytes, floor = list(budgets), [0] * len(budgets)
         for i, device in zip(tied, choice):
-            free_bytes[device] -= parts[i].size + parts[i].cache
+            free_bytes[device] -= parts[i].resident_bytes
             floor[device] = max(floor[device], parts[i].activations)
         if any(free < activations for free, activations in zip(free_bytes, floor)):
             continue
@@ -127,6 +132,7 @@ def _fill_devices(parts: Sequence[ModelPart], budgets: Sequence[int], floor: Seq
         parts: Parts to place.
         budgets: Bytes of each device.
         floor: Bytes to reserve on each device for activations, even if no part needs as much. Empty for none.
+            Default: empty.
     """
     part_devices: list[int] = []
     for device, budget in enumerate(budgets):
@@ -185,7 +191,7 @@ def _find_best_cut(parts: Sequence[ModelPart], budgets: Sequence[int], main: int
     used, used_with_activations = [0], [0]
     activations = 0
     for part in parts:
-        used.append(used[-1] + part.size + part.cache)
+        used.append(used[-1] + part.resident_bytes)
         activations = max(activations, part.activations)
         used_with_activations.append(used[-1] + activations)
     largest = remaining_on_main = activations = 0
@@ -215,7 +221,7 @@ def _find_run_end(parts: Sequence[ModelPart], budget: int, start: int, activatio
     """
     used = 0
     for i in range(start, len(parts)):
-        used += parts[i].size + parts[i].cache
+        used += parts[i].resident_bytes
         activations = max(activations, parts[i].activations)
         if used + activations > budget:
             return i
@@ -245,16 +251,16 @@ def _find_run_ends(parts: Sequence[ModelPart], budget: int) -> list[int]:
         while end < num_parts:
             part = parts[end]
             peak = max(parts[peaks[head]].activations if head < len(peaks) else 0, part.activations)
-            if used + part.size + part.cache + peak > budget:
+            if used + part.resident_bytes + peak > budget:
                 break
-            used += part.size + part.cache
+            used += part.resident_bytes
             while len(peaks) > head and parts[peaks[-1]].activations <= part.activations:
                 peaks.pop()
             peaks.append(end)
             end += 1
         ends.append(end)
         if start < end:
-            used -= parts[start].size + parts[start].cache
+            used -= parts[start].resident_bytes
     return ends
 
 
@@ -276,16 +282,33 @@ def _use_empty_devices(parts: Sequence[ModelPart], budgets: Sequence[int], main:
             offloaded = [part for part, part_device in zip(parts, part_devices) if part_device < 0]
             free_bytes -= max((p.size - p.buffers + p.activations for p in offloaded), default=0)
             free_bytes -= sum(p.cache + p.buffers for p in offloaded)
-        used = activations = 0
-        for i, part in enumerate(parts):
-            if part_devices[i] >= 0:
-                continue
-            peak = max(activations, part.activations)
-            if used + part.size + part.cache + peak <= free_bytes:
-                part_devices[i] = device
-                used, activations = used + part.size + part.cache, peak
-            elif used:  # a run must be contiguous
-                break
+        for i in _find_offloaded_run(parts, part_devices, free_bytes):
+            part_devices[i] = device
+
+
+def _find_offloaded_run(parts: Sequence[ModelPart], part_devices: Sequence[int], free_bytes: int) -> list[int]:
+    """Return the indices of the first run of offloaded parts that fits in memory.
+
+    Parts on other devices do not interrupt a run. It starts with the first offloaded part that fits, and ends before
+    the next one that does not.
+
+    Args:
+        parts: All parts.
+        part_devices: Index of each part's device, or -1 for an offloaded part.
+        free_bytes: Available bytes.
+    """
+    run: list[int] = []
+    used = activations = 0
+    for i, part in enumerate(parts):
+        if part_devices[i] >= 0:
+            continue
+        peak = max(activations, part.activations)
+        if used + part.resident_bytes + peak <= free_bytes:
+            run.append(i)
+            used, activations = used + part.resident_bytes, peak
+        elif used:
+            break
+    return run
 
 
 def _fill_stores(parts: Sequence[ModelPart], stores: Sequence[int], part_devices: list[int], num_compute: int) -> bool:
@@ -326,7 +349,7 @@ def balance_loads(parts: Sequence[ModelPart], budgets: Sequence[int]) -> list[in
     """
     if _fill_devices(parts, budgets) is None:
         return None
-    used = list(accumulate((part.size + part.cache for part in parts), initial=0))
+    used = list(accumulate((part.resident_bytes for part in parts), initial=0))
     activations = max((part.activations for part in parts), default=0)
     low, high = used[-1] // max(1, len(budgets)), used[-1] + activations
     while low < high:  # binary search for the smallest bound
@@ -373,19 +396,19 @@ def _compute_even_loads(parts: Sequence[ModelPart], caps: Sequence[int]) -> list
         start, used, activations = earliest[device + 1], 0, 0
         while start > 0:
             part = parts[start - 1]
-            used, activations = used + part.size + part.cache, max(activations, part.activations)
+            used, activations = used + part.resident_bytes, max(activations, part.activations)
             if used + activations > caps[device]:
                 break
             start -= 1
         earliest[device] = start
-    remaining = sum(part.size + part.cache for part in parts)
+    remaining = sum(part.resident_bytes for part in parts)
     loads: list[int] = []
     start = 0
     for device, cap in enumerate(caps):
         equal_share = remaining / (num_devices - device)
         end, used, activations, load = start, 0, 0, 0
         while end < num_parts:
-            next_used = used + parts[end].size + parts[end].cache
+            next_used = used + parts[end].resident_bytes
             activations = max(activations, parts[end].activations)
             is_required = end < earliest[device + 1]
             is_closer = abs(next_used - equal_share) <= abs(used - equal_share)
@@ -416,6 +439,6 @@ def minimize_first_load(parts: Sequence[ModelPart], budgets: Sequence[int]) -> l
     for start in range(len(parts) + 1):
         if ends[start] == len(parts):
             return [used + activations, *budgets[1:]] if used + activations <= budgets[0] else None
-        used += parts[start].size + parts[start].cache
+        used += parts[start].resident_bytes
         activations = max(activations, parts[start].activations)
     return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,8 +11,21 @@ from headway.offload.placement.sizes import Dtype, TensorSizes, collect_class_na
 from headway.offload.placement.solver import ModelPart
 from headway.offload.placement.workload import ModuleDemand, Workload, measure_demands
 
-_PARAMETER, _BUFFER, _TRANSIENT = range(3)
-"""Kinds of tensors. A transient tensor is a non-persistent buffer, which keeps its dtype when the model is loaded."""
+
+class _UnitTensor(NamedTuple):
+    """Tensor of a unit, which is an indivisible module or a tensor.
+
+    Attributes:
+        name: Full name in the model.
+        tensor: Tensor.
+        is_buffer: Whether it is a buffer, not a parameter.
+        is_persistent: Whether `state_dict` contains it. A tensor that is not keeps its dtype when the model is loaded.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    is_buffer: bool
+    is_persistent: bool
 
 
 @dataclass(frozen=True)
@@ -65,10 +79,11 @@ def survey_model(
 
     Args:
         model: Model on any device, including the meta device.
-        no_split_module_classes: Names of classes whose modules are not divided.
+        no_split_module_classes: Names of classes whose modules are not divided. None (the default): no such classes.
         dtype: Dtype in which the model will be loaded, or None for the model's dtype.
         special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
-        offload_buffers: Whether buffers of offloaded parts are offloaded, too.
+            None (the default): no such tensors.
+        offload_buffers: Whether buffers of offloaded parts are offloaded, too. Default: False.
         workload: Workload whose memory is measured, or None to count only weights.
 
     Raises:
@@ -80,62 +95,66 @@ def survey_model(
     names = [name for name, _ in units]
     demands = measure_demands(model, names, workload, dtype) if workload is not None else {}
     # A tensor counts for the first unit that contains it. Later units that contain the tensor are tied to that unit.
-    first_units: dict[int, int] = {}
-    group = list(range(len(units)))
+    first_units: dict[int, int] = {}  # index of a unit, by `id` of the tensor
+    ties = _TieGroups(len(units))
     sizes, buffers = [0] * len(units), [0] * len(units)
-    for i, (name, part) in enumerate(units):
-        for full, tensor, kind in _iterate_tensors(name, part, model):
-            first = first_units.setdefault(id(tensor), i)
-            if first != i:
-                _join_units(group, first, i)
+    for i, (name, unit) in enumerate(units):
+        for each in _iterate_tensors(name, unit, model):
+            first_unit = first_units.setdefault(id(each.tensor), i)
+            if first_unit != i:
+                ties.join_units(first_unit, i)
                 continue
-            size = measure_size(full, tensor, kind != _TRANSIENT)
+            size = measure_size(each.name, each.tensor, each.is_persistent)
             sizes[i] += size
-            if kind != _PARAMETER and not offload_buffers:
+            if each.is_buffer and not offload_buffers:
                 buffers[i] += size
-    units_by_root: dict[int, list[int]] = {}
-    for i in range(len(names)):
-        units_by_root.setdefault(_find_root(group, i), []).append(i)
-    parts = [
-        ModelPart(
-            size=sum(sizes[i] for i in own),
-            buffers=sum(buffers[i] for i in own),
-            cache=sum(demands.get(names[i], ModuleDemand()).cache for i in own),
-            activations=max(demands.get(names[i], ModuleDemand()).activations for i in own),
-            is_tied=len(own) > 1,
+    tied_groups = ties.list_groups()
+    parts = []
+    for tied_units in tied_groups:
+        tied_demands = [demands.get(names[i], ModuleDemand()) for i in tied_units]
+        part = ModelPart(
+            size=sum(sizes[i] for i in tied_units),
+            buffers=sum(buffers[i] for i in tied_units),
+            cache=sum(demand.cache for demand in tied_demands),
+            activations=max(demand.activations for demand in tied_demands),
+            is_tied=len(tied_units) > 1,
         )
-        for own in units_by_root.values()
-    ]
-    return ModuleTree(names, list(units_by_root.values()), parts)
+        parts.append(part)
+    return ModuleTree(names, tied_groups, parts)
 
 
-def _find_root(group: list[int], i: int) -> int:
-    """Return the first of the units that are tied to unit `i`. This first unit represents their group.
+class _TieGroups:
+    """Groups of units that are tied, directly or through other units (union-find with path halving).
 
-    A unit is an indivisible module or a tensor. The search uses union-find with path halving.
-
-    Args:
-        group: For each unit, the index of an earlier unit of its group, or its own index. It is changed in place.
-        i: Index of a unit.
-    """
-    while group[i] != i:
-        group[i] = group[group[i]]
-        i = group[i]
-    return i
-
-
-def _join_units(group: list[int], one: int, other: int) -> None:
-    """Merge the two groups of tied units that contain the given units (indivisible modules or tensors).
-
-    The earlier unit represents the merged group and determines its position.
+    A unit is an indivisible module or a tensor. The first unit of a group represents the group.
 
     Args:
-        group: For each unit, the index of an earlier unit of its group, or its own index. It is changed in place.
-        one: Index of a unit.
-        other: Index of another unit.
+        num_units: Number of units. At first, each one is a group of its own.
     """
-    low, high = sorted((_find_root(group, one), _find_root(group, other)))
-    group[high] = low
+
+    def __init__(self, num_units: int) -> None:
+        # For each unit, the index of an earlier unit of its group, or its own index if it represents the group.
+        self._earlier = list(range(num_units))
+
+    def join_units(self, one: int, other: int) -> None:
+        """Merge the groups of two units, which are given by their indices."""
+        low, high = sorted((self._find_first(one), self._find_first(other)))
+        self._earlier[high] = low
+
+    def list_groups(self) -> list[list[int]]:
+        """Return the indices of the units of each group. Groups are in the order of their first units."""
+        groups: dict[int, list[int]] = {}
+        for unit in range(len(self._earlier)):
+            groups.setdefault(self._find_first(unit), []).append(unit)
+        return list(groups.values())
+
+    def _find_first(self, unit: int) -> int:
+        """Return the first unit of a unit's group."""
+        earlier = self._earlier
+        while earlier[unit] != unit:
+            earlier[unit] = earlier[earlier[unit]]  # shortens the path for later calls
+            unit = earlier[unit]
+        return unit
 
 
 def _list_units(model: nn.Module, undivided_classes: frozenset[str]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
@@ -147,51 +166,50 @@ def _list_units(model: nn.Module, undivided_classes: frozenset[str]) -> Iterator
         model: Model to divide.
         undivided_classes: Names of the classes whose modules are not divided. The model itself is always divided.
     """
-    waiting: list[tuple[str, nn.Module | torch.Tensor]] = [("", model)]
-    while waiting:
-        name, part = waiting.pop()
-        if (
-            isinstance(part, torch.Tensor)
-            or not any(child is not None for child in part._modules.values())
-            or (name and type(part).__name__ in undivided_classes)
-        ):
-            yield name, part
+    stack: list[tuple[str, nn.Module | torch.Tensor]] = [("", model)]
+    while stack:
+        name, unit = stack.pop()
+        if isinstance(unit, torch.Tensor) or not _can_divide(unit, name, undivided_classes):
+            yield name, unit
             continue
-        dot = f"{name}." if name else ""
-        inside: list[tuple[str, nn.Module | torch.Tensor | None]] = [
-            *part._parameters.items(),
-            *part._modules.items(),
-            *part._buffers.items(),
+        prefix = f"{name}." if name else ""
+        members: list[tuple[str, nn.Module | torch.Tensor | None]] = [
+            *unit._parameters.items(),
+            *unit._modules.items(),
+            *unit._buffers.items(),
         ]
-        waiting.extend((dot + key, value) for key, value in reversed(inside) if value is not None)
+        # Reversed, because the last one is taken from the stack first.
+        stack.extend((prefix + key, member) for key, member in reversed(members) if member is not None)
 
 
-def _iterate_tensors(
-    name: str, part: nn.Module | torch.Tensor, model: nn.Module
-) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Yield (full name, tensor, kind) for each tensor of a unit, which is an indivisible module or a tensor.
+def _can_divide(module: nn.Module, name: str, undivided_classes: frozenset[str]) -> bool:
+    """Whether a module has children, and is the model itself (`name` is empty) or of a class that may be divided."""
+    has_children = any(child is not None for child in module._modules.values())
+    return has_children and (not name or type(module).__name__ not in undivided_classes)
 
-    The kind is `_PARAMETER`, `_BUFFER`, or `_TRANSIENT` for a non-persistent buffer.
+
+def _iterate_tensors(name: str, unit: nn.Module | torch.Tensor, model: nn.Module) -> Iterator[_UnitTensor]:
+    """Yield the tensors of a unit.
 
     Args:
         name: Name of the unit in the model.
-        part: Module or tensor that is the unit.
+        unit: Indivisible module, or tensor.
         model: Model that contains the unit.
     """
-    if isinstance(part, torch.Tensor):
-        owner, _, key = name.rpartition(".")
-        kind = _PARAMETER
-        if not isinstance(part, nn.Parameter):
-            kind = _TRANSIENT if key in model.get_submodule(owner)._non_persistent_buffers_set else _BUFFER
-        yield name, part, kind
+    if isinstance(unit, torch.Tensor):
+        owner_name, _, key = name.rpartition(".")
+        is_buffer = not isinstance(unit, nn.Parameter)
+        is_persistent = not is_buffer or key not in model.get_submodule(owner_name)._non_persistent_buffers_set
+        yield _UnitTensor(name, unit, is_buffer, is_persistent)
         return
-    waiting = [(f"{name}." if name else "", part)]
-    while waiting:
-        dot, module = waiting.pop()
+    stack = [(f"{name}." if name else "", unit)]
+    while stack:
+        prefix, module = stack.pop()
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                yield dot + key, parameter, _PARAMETER
+                yield _UnitTensor(prefix + key, parameter, is_buffer=False, is_persistent=True)
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                yield dot + key, buffer, _TRANSIENT if key in module._non_persistent_buffers_set else _BUFFER
-        waiting.extend((f"{dot}{key}.", child) for key, child in module._modules.items() if child is not None)
+                is_persistent = key not in module._non_persistent_buffers_set
+                yield _UnitTensor(prefix + key, buffer, is_buffer=True, is_persistent=is_persistent)
+        stack.extend((f"{prefix}{key}.", child) for key, child in module._modules.items() if child is not None)

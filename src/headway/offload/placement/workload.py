@@ -26,20 +26,25 @@ _GROUPED = frozenset(
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload for which memory is reserved when weights are placed.
+    """Workload for which memory is reserved when weights are placed, for `infer_auto_device_map(workload=...)`.
 
     Attributes:
-        batch_size: Number of samples.
-        num_tokens: Tokens per sample, including those to be generated. One forward over all of them is measured, which
-            needs more memory than generation of the same length.
-        dtype: Dtype of activations and caches. None: the dtype in which the model is loaded, or else that of the
-            model's first floating parameter.
-        use_cache: Whether to count the memory that the model keeps between forwards, such as KV caches.
-        inputs: Tensors by argument of `forward`, with the shapes to be run, for models without `input_ids`. If given,
-            `batch_size` and `num_tokens` are not used.
+        batch_size: Number of samples, at least 1. Default: 1.
+        num_tokens: Tokens per sample, at least 1, including those to be generated. One forward over all of them is
+            measured, which needs more memory than generation of the same length. Default: 1.
+        dtype: Dtype of activations and caches. None (the default): the dtype in which the model is loaded, or else that
+            of the model's first floating parameter.
+        use_cache: Whether to count the memory that the model keeps between forwards, such as KV caches. Default: True.
+        inputs: Tensors by argument of `forward`, with the shapes to be run, for models without `input_ids`. Their values
+            do not matter. If given, `batch_size` and `num_tokens` are not used. None (the default): token IDs.
 
     Raises:
         ConfigError: If `batch_size` or `num_tokens` is less than 1.
+
+    Example::
+
+        workload = Workload(batch_size=4, num_tokens=2048)
+        device_map = infer_auto_device_map(model, {0: "20GiB", "cpu": "60GiB"}, workload=workload)
     """
 
     batch_size: int = 1
@@ -84,11 +89,13 @@ def measure_demands(
         names: Names of the modules to measure.
         workload: Workload to run.
         dtype: Dtype in which the model will be loaded. The workload's own dtype takes precedence.
+            None (the default): the model's dtype.
 
     Raises:
         DeviceMapError: If the model does not run on the meta device with these inputs.
     """
-    return _run_on_meta(model, names, workload, dtype)[0]
+    demands, _ = _run_on_meta(model, names, workload, dtype)
+    return demands
 
 
 def measure_cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype | None = None) -> tuple[int, int]:
@@ -98,6 +105,7 @@ def measure_cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype
         model: Model to measure.
         workload: Workload to run.
         dtype: Dtype in which the model will be loaded. The workload's own dtype takes precedence.
+            None (the default): the model's dtype.
 
     Raises:
         DeviceMapError: If the model does not run on the meta device with these inputs.
@@ -260,12 +268,19 @@ class _StorageRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _record_allocation(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage was allocated now, and record its release when it is freed."""
         number = self.alive[storage._cdata] = len(self.allocations)
         self.allocations.append(_Allocation(self._get_current(), storage.nbytes()))
         self.events.append(_MemoryEvent(self._get_current(), number, 1))
         weakref.finalize(storage, self._record_release, storage._cdata, number)
 
     def _record_release(self, address: int, number: int) -> None:
+        """Record that a storage was freed now.
+
+        Args:
+            address: Address of the storage.
+            number: Index of its allocation.
+        """
         if self.alive.get(address) == number:  # the address can already belong to a newer storage
             del self.alive[address]
         self.events.append(_MemoryEvent(self._get_current(), number, -1))
@@ -280,7 +295,7 @@ class _StorageRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             output_addresses: Addresses of the outputs' storages, which belong to the caller and count only for the
-                peak.
+                peak. Default: none.
         """
         outputs = set(output_addresses)
         cached = {number for address, number in self.alive.items() if address not in outputs}

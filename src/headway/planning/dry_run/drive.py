@@ -10,10 +10,11 @@ from headway.core.precision.mixed import Precision
 from headway.core.runtime.collectives.tree import Tree
 from headway.core.strategies.base import Strategy
 from headway.errors import HeadwayError, UnsupportedError
-from headway.forecasting.tracing.step import make_autocast
+from headway.forecasting.tracing.recipe import make_autocast
 
 if TYPE_CHECKING:
-    from headway.planning.dry_run.meter import ActivationMeter, StepMeter
+    from headway.planning.dry_run.activation_meter import ActivationMeter
+    from headway.planning.dry_run.meter import StepMeter
 
 Step = Callable[[nn.Module], torch.Tensor]
 """Function that runs one forward: it takes the model and returns the loss."""
@@ -61,7 +62,7 @@ class MeasuredForward:
             UnsupportedError: If the loss cannot be computed without values, or is not a tensor of one element. Also if
                 it has no gradient although gradients are enabled.
         """
-        loss: torch.Tensor = self.run_within(lambda: self.step(self.model))
+        loss: torch.Tensor = self.measure_forward(lambda: self.step(self.model))
         is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1
         if not is_scalar or (torch.is_grad_enabled() and not loss.requires_grad):
             raise UnsupportedError(
@@ -69,12 +70,16 @@ class MeasuredForward:
             )
         return loss
 
-    def run_within(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute` in the run's precision and return its result. The function must run the model's forward.
+    def measure_forward(self, compute: Callable[[], Any]) -> Any:
+        """Call `compute` in the run's precision, record the memory that autograd keeps for backward, and return the result.
+
+        Args:
+            compute: Function that runs the model's forward.
 
         Raises:
-            UnsupportedError: If `compute` fails, usually because the result cannot be computed without values.
-                Headway's own errors are raised unchanged.
+            UnsupportedError: If `compute` raises an error that is not one of Headway's. The usual reason is that it reads
+                values of tensors, which have none in a dry run.
+            HeadwayError: If `compute` raises one of Headway's own errors, which is passed on unchanged.
         """
         try:
             with self.activation_meter.watch_forward(), make_autocast(self._precision):
@@ -166,7 +171,7 @@ class PipelineDriver(StepDriver):
     Args:
         strategy: Strategy of the layout.
         schedule: Name of the schedule.
-        step: Training step to run, or None.
+        step: Training step to run, or None to only prepare the model.
 
     Raises:
         UnsupportedError: If the schedule needs a batch that can be split, and the step does not provide one.
@@ -204,7 +209,7 @@ class PipelineDriver(StepDriver):
         """
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of the loss, then that of each stage, from the last stage to the first."""
+        """Run backward from the loss through all stages, from the last stage to the first."""
         self._strategy.backward(loss, 1.0, Precision())
 
     def _run_schedule(self, forward: MeasuredForward) -> None:
@@ -214,8 +219,8 @@ class PipelineDriver(StepDriver):
             self.run_backward(forward())
             return
 
-        def compute_loss(piece: Tree) -> torch.Tensor:
-            loss: torch.Tensor = forward.run_within(lambda: step.loss(model, piece))
+        def compute_loss(micro_batch: Tree) -> torch.Tensor:
+            loss: torch.Tensor = forward.measure_forward(lambda: step.loss(model, micro_batch))
             return loss
 
         self.run_backward(self._strategy.compute_loss(compute_loss, step.inputs(), None, "mean"))

@@ -1,20 +1,17 @@
-"""Count one update's communication, in bytes by collective and axis, and its floating point operations."""
+"""Count one update's communication, in bytes by collective and axis, and its floating-point operations."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from headway.core.config.mesh import Layout
-from headway.core.strategies.fully_sharded.dtensors import get_local_shard
-from headway.forecasting.tracing.trace import StorageTracker
 from headway.forecasting.tracing.work import count_flops
 from headway.planning._torch import TorchDispatchMode, tree_leaves
+from headway.planning.dry_run.joint_axes import JOINT_AXES
 
 _KINDS = (
     ("all_gather", ("allgather", "all_gather")),
@@ -32,13 +29,6 @@ _SILENT = ("wait", "barrier", "recv", "monitored")
 """Words in the names of operations that send nothing. Received messages are counted where they are sent."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 """Namespaces of operations that communicate."""
-
-
-SHARED = {("cp",): "shard_cp", ("ep",): "shard_ep", ("cp", "ep"): "shard_cp_ep"}
-"""Names of joint axes along which FSDP shards in layouts with "cp" or "ep".
-
-A joint axis consists of "shard" and the axes in its key.
-"""
 
 
 @dataclass(frozen=True)
@@ -104,6 +94,30 @@ class PlanEvent:
     ranks: tuple[int, ...] = ()
 
 
+class _RankGroup(NamedTuple):
+    """Process group of the layout.
+
+    Attributes:
+        axis: Axes along which its ranks differ, joined by "x", or "world" if the layout has no such axis.
+        ranks: Global ranks of the group.
+    """
+
+    axis: str
+    ranks: list[int]
+
+
+class _Receive(NamedTuple):
+    """Posted receive whose message has not been read yet.
+
+    Attributes:
+        storage: Storage into which the message is received. The reference keeps its address from being reused.
+        event: Event to record when the message is read.
+    """
+
+    storage: torch.UntypedStorage
+    event: PlanEvent
+
+
 class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the communication and computation of operations on real or fake tensors.
 
@@ -125,9 +139,9 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: Counter[str] = Counter()
         self.gathered: dict[int, torch.UntypedStorage] = {}
         self._layout = layout
-        self._groups: dict[str, tuple[str, list[int]]] = {}
+        self._groups: dict[str, _RankGroup] = {}  # by name of the process group
         self.events: list[PlanEvent] = []
-        self._arriving: dict[int, tuple[torch.UntypedStorage, PlanEvent]] = {}
+        self._unread_receives: dict[int, _Receive] = {}  # by address of the storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,8 +149,8 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # torch dispatches the same call again on the local tensors
         kwargs = kwargs or {}
-        if self._arriving and not func.is_view:
-            self._record_arrival(args)
+        if self._unread_receives and not func.is_view:
+            self._record_reads(args)
         result = func(*args, **kwargs)
         if func.namespace in _NAMESPACES:
             self._record_exchange(func, (*args, *kwargs.values()), result)
@@ -148,60 +162,86 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_compute(count_flops(func, args, kwargs, result))
         return result
 
-    def _record_arrival(self, args: tuple[Any, ...]) -> None:
+    def _record_reads(self, args: tuple[Any, ...]) -> None:
         """Record the receipt of a message when an operation first reads its tensor.
 
         Receives are posted long before that, and posting does not make the rank wait.
+
+        Args:
+            args: Arguments of the operation.
         """
         for tensor in _list_tensors(args):
-            arrived = self._arriving.pop(tensor.untyped_storage()._cdata, None)
-            if arrived is not None:
-                self.events.append(arrived[1])
+            receive = self._unread_receives.pop(tensor.untyped_storage()._cdata, None)
+            if receive is not None:
+                self.events.append(receive.event)
 
     def _record_compute(self, flops: int) -> None:
+        """Add floating-point operations to the current phase. Successive ones become one event of the pipeline."""
         self.flops[self.phase] += flops
         if flops and self._layout.pp > 1:
-            before = self.events.pop().amount if self.events and self.events[-1].kind == "compute" else 0.0
-            self.events.append(PlanEvent("compute", before + flops))
+            earlier_flops = 0.0
+            if self.events and self.events[-1].kind == "compute":
+                earlier_flops = self.events.pop().amount
+            self.events.append(PlanEvent("compute", earlier_flops + flops))
 
     def _record_exchange(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Count a collective or a message.
+
+        Args:
+            func: Operation that communicates.
+            args: Positional arguments of the operation, followed by the values of its keyword arguments.
+            result: Result of the operation.
+        """
         name = func._schema.name.partition("::")[2]
         if name.startswith("recv") and self._layout.pp > 1:
-            self._record_event("recv", 0, args)
-            event = self.events.pop()
+            # The rank waits for the message only when it uses the received tensor, so the event is added then.
+            event = self._make_event("recv", 0, args)
             for tensor in _list_tensors(args):
                 storage = tensor.untyped_storage()
-                self._arriving[storage._cdata] = storage, event
+                self._unread_receives[storage._cdata] = _Receive(storage, event)
         if any(word in name for word in _SILENT):
             return
         kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), name)
-        axis, ranks = self._find_axis(args)
-        # Along the axes in `SHARED`, only FSDP uses c10d's own operations. Attention and experts use functional
+        axis, ranks = self._find_group(args)
+        # Along the axes in `JOINT_AXES`, only FSDP uses c10d's own operations. Attention and experts use functional
         # collectives, which autograd supports.
         if func.namespace == "c10d":
-            axis = SHARED.get(tuple(each for each in axis.split("x") if each in ("cp", "ep")), axis)
+            inner_axes = tuple(each for each in axis.split("x") if each in ("cp", "ep"))
+            axis = JOINT_AXES.get(inner_axes, axis)
+        # The larger of the two tensors, or lists of tensors, is the full one: the output of an all-gather, the input of a
+        # reduce-scatter. Some operations return their output, and others have it among their arguments.
         results = result if isinstance(result, tuple) else (result,)
-        size = max((sum(tensor.nbytes for tensor in _list_tensors(value)) for value in (*args, *results)), default=0)
+        sizes = [sum(tensor.nbytes for tensor in _list_tensors(value)) for value in (*args, *results)]
+        full_size = max(sizes, default=0)
         exchange = MeteredCollective(self.phase, kind, axis, len(ranks))
         if self._layout.pp > 1:
-            self._record_event(kind, exchange.count_sent_bytes(size), args)
+            self.events.append(self._make_event(kind, exchange.count_sent_bytes(full_size), args))
         volume = self.volumes.setdefault(exchange, Volume())
         volume.calls += 1
-        volume.num_bytes += size
-        volume.largest = max(volume.largest, size)
+        volume.num_bytes += full_size
+        volume.largest = max(volume.largest, full_size)
 
-    def _record_event(self, kind: str, amount: float, args: tuple[Any, ...]) -> None:
-        axis, ranks = self._find_axis(args)
+    def _make_event(self, kind: str, amount: float, args: tuple[Any, ...]) -> PlanEvent:
+        """Return the event of an exchange. A message has the rank of the other side, a collective all ranks.
+
+        Args:
+            kind: "send", "recv", or the kind of a collective.
+            amount: Sent bytes.
+            args: Arguments of the operation.
+        """
+        axis, ranks = self._find_group(args)
         if kind in ("send", "recv"):
-            ranks = [ranks[next(each for each in args if isinstance(each, int))]]
-        self.events.append(PlanEvent(kind, amount, axis, tuple(ranks)))
+            other_index = next(each for each in args if isinstance(each, int))  # the peer's rank in the group
+            ranks = [ranks[other_index]]
+        return PlanEvent(kind, amount, axis, tuple(ranks))
 
-    def _find_axis(self, args: tuple[Any, ...]) -> tuple[str, list[int]]:
+    def _find_group(self, args: tuple[Any, ...]) -> _RankGroup:
+        """Return the process group that is among the arguments of an operation."""
         name = _get_group_name(args)
         if name not in self._groups:
             c10d: Any = dist.distributed_c10d
             ranks = dist.get_process_group_ranks(c10d._resolve_process_group(name))
-            self._groups[name] = name_axes(ranks, self._layout), list(ranks)
+            self._groups[name] = _RankGroup(name_axes(ranks, self._layout), list(ranks))
         return self._groups[name]
 
 
@@ -216,6 +256,7 @@ def name_axes(ranks: list[int], layout: Layout) -> str:
 
 
 def _get_group_name(args: tuple[Any, ...]) -> str:
+    """Return the name of the process group that an operation got: as an object (c10d), or as its last string."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().name():  # type: ignore[attr-defined]
             return str(dist.ProcessGroup.unbox(value).group_name)
@@ -224,94 +265,5 @@ def _get_group_name(args: tuple[Any, ...]) -> str:
 
 
 def _list_tensors(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a value, which can be a tree of containers."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-class ActivationMeter:
-    """Meter of the memory that autograd keeps for backward. Each storage counts once.
-
-    Args:
-        meter: Meter of the step, which lists the storages of gathered parameters.
-        model_tensors: Parameters and buffers of the model, which do not count.
-        tracker: Tracker of all tensors, including those that selective checkpointing keeps outside of autograd.
-
-    Attributes:
-        peak: Largest number of bytes kept at once so far.
-    """
-
-    def __init__(self, meter: StepMeter, model_tensors: list[torch.Tensor], tracker: StorageTracker) -> None:
-        self._meter = meter
-        self._tracker = tracker
-        self._model_tensors = model_tensors
-        # References keep these storages alive, so that their addresses are not reused.
-        storages = [get_local_shard(tensor).untyped_storage() for tensor in model_tensors]
-        self._model_storages = {storage._cdata: storage for storage in storages}
-        self._sizes: dict[int, int] = {}  # by address of the storage, like `_num_saved`
-        self._num_saved: Counter[int] = Counter()  # number of nodes that have saved a tensor of the storage
-        self._kept_bytes = 0
-        self.peak = 0
-
-    @contextmanager
-    def watch_forward(self) -> Iterator[None]:
-        """Return a context in which tensors saved by autograd are recorded."""
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: _SavedTensor(tensor, self), lambda kept: kept.tensor
-        ):
-            yield
-
-    def keep_tensor(self, tensor: torch.Tensor) -> int:
-        """Record that a node of the autograd graph saves a tensor.
-
-        Returns:
-            The address of the tensor's storage, or 0 if the tensor does not count.
-        """
-        storage = get_local_shard(tensor).untyped_storage()
-        address: int = storage._cdata
-        if address in self._model_storages or address in self._meter.gathered:
-            return 0
-        if not self._num_saved[address]:
-            self._sizes[address] = storage.nbytes()
-            self._kept_bytes += self._sizes[address]
-        self._num_saved[address] += 1
-        self.peak = max(self.peak, self._kept_bytes)
-        return address
-
-    def release_tensor(self, address: int) -> None:
-        """Record that a node of the autograd graph has released the storage at the given address."""
-        self._num_saved[address] -= 1
-        if not self._num_saved[address]:
-            del self._num_saved[address]
-            self._kept_bytes -= self._sizes.pop(address)
-
-    def end_forward(self, loss: torch.Tensor) -> None:
-        """Count all memory that forward has allocated and not freed as activations, and set `peak` to its size.
-
-        Args:
-            loss: Loss that forward returned, which does not count.
-        """
-        self._tracker.mark_tensors(self._model_tensors, "weights")  # FSDP pads parameters anew in its first forward
-        self._tracker.mark_tensors([loss], "temporaries")
-        self._tracker.mark_activations()
-        self.peak = self._tracker.count_held_bytes("activations")
-
-    def reset_peak(self) -> None:
-        """Reset the peak to the number of bytes that are kept at this time."""
-        self.peak = self._kept_bytes
-
-
-class _SavedTensor:
-    """Tensor that a node of the autograd graph has saved.
-
-    When the node releases the tensor, the meter is notified.
-    """
-
-    __slots__ = ("_address", "_meter", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, meter: ActivationMeter) -> None:
-        self.tensor = tensor
-        self._meter = meter
-        self._address = meter.keep_tensor(tensor)
-
-    def __del__(self) -> None:
-        if self._address:
-            self._meter.release_tensor(self._address)

@@ -1,7 +1,7 @@
 """Measure how many bytes of optimizer state a dry run has for each parameter, and which rank has them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn, optim
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.core.training.forecast_types import MakeOptimizer
 from headway.forecasting.tracing.tensors import iterate_plain_tensors
+from headway.layouts.low_bit.states import describe_export
 from headway.planning._torch import FakeTensorMode, disable_current_modes, tree_leaves
 from headway.planning.dry_run.updates import DryRunUpdates
 
@@ -24,11 +25,19 @@ class StateBytes:
             its state.
         fixed: Bytes that do not depend on the parameter's size, such as those of a step count.
         owner: Rank that owns the state of the full parameter. None if each rank has the state of its shard.
+        saved_per_element: Bytes per element in a checkpoint, which contains the values of low-bit states in float32. None
+            (the default): as many as `per_element`.
     """
 
     per_element: int
     fixed: int
     owner: int | None = None
+    saved_per_element: int | None = None
+
+    @property
+    def checkpoint_bytes_per_element(self) -> int:
+        """Bytes per element in a checkpoint."""
+        return self.per_element if self.saved_per_element is None else self.saved_per_element
 
 
 def describe_states(
@@ -62,7 +71,13 @@ def describe_states(
     for parameter in parameters:
         # An owner has the state of the full parameter, and all other ranks have that of their shards.
         shape = parameter.shape if parameter in owners else get_local_shard(parameter).shape
-        described.append(_describe_state(shape, optimizer.state.get(parameter, {}), owners.get(parameter)))
+        state = optimizer.state.get(parameter, {})
+        in_memory = _describe_state(shape, state, owners.get(parameter))
+        exported = describe_export(optimizer, state)
+        if exported is not state:
+            saved_per_element = _describe_state(shape, exported, owners.get(parameter)).per_element
+            in_memory = replace(in_memory, saved_per_element=saved_per_element)
+        described.append(in_memory)
     return tuple(described)
 
 
@@ -83,6 +98,7 @@ def count_state_bytes(parameters: Sequence[torch.Tensor], states: Sequence[State
 
 
 def _get_rank() -> int:
+    """Return the global rank of this process, or 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

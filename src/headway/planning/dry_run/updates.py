@@ -17,7 +17,7 @@ from headway.core.precision.mixed import Precision
 from headway.core.strategies.base import Strategy
 from headway.core.training.forecast_types import MakeOptimizer
 from headway.errors import StateError
-from headway.forecasting.tracing.fake import fill_model
+from headway.forecasting.tracing.fake_model import fill_model
 from headway.forecasting.tracing.reads import answer_reads
 from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_kind_of_class
 from headway.layouts.whole_updates.updates import choose_kind, choose_owners
@@ -28,6 +28,7 @@ from headway.planning.dry_run.fake_group import run_as_rank
 from headway.planning.optimizers import MuonAndAdamW, Optimizer, is_elementwise, list_inner_optimizers
 
 _KINDS_WITH_OWNERS = (UpdateKind.OWNED, UpdateKind.TOGETHER)
+"""Kinds of updates in which one rank, the owner, updates a full parameter for all ranks."""
 
 
 class DryRunUpdates:
@@ -162,14 +163,9 @@ def find_fullest_owner(
             torch_optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
             owners = find_owners(torch_optimizer, options, layout.num_ranks)
             for parameter, owner in owners.items():
-                # Boxes that do not span whole rows are copied once more, to make them contiguous.
-                num_received = sum(
-                    prod(shape) * (1 if shape[1:] == parameter.shape[1:] else 2)
-                    for boxes_of_rank in boxes.list_boxes(parameter)
-                    for _, shape in boxes_of_rank
-                )
                 # Parameter and gradient, each as received and as given to the optimizer.
-                update_bytes[owner] += (4 * parameter.numel() + num_received) * parameter.dtype.itemsize
+                num_values = 4 * parameter.numel() + _count_received_values(parameter, boxes)
+                update_bytes[owner] += num_values * parameter.dtype.itemsize
     except StateError:
         raise
     except Exception:  # the trace of the step raises the same error, with an explanation
@@ -177,5 +173,17 @@ def find_fullest_owner(
     return update_bytes.index(max(update_bytes)) if owners else None
 
 
+def _count_received_values(parameter: torch.Tensor, boxes: RankBoxes) -> int:
+    """Return the number of values in the buffers in which the owner of a parameter receives the parts of all ranks."""
+    num_values = 0
+    for boxes_of_rank in boxes.list_boxes(parameter):
+        for _, shape in boxes_of_rank:
+            spans_whole_rows = shape[1:] == parameter.shape[1:]
+            # Boxes that do not span whole rows are copied once more, to make them contiguous.
+            num_values += prod(shape) * (1 if spans_whole_rows else 2)
+    return num_values
+
+
 def _is_known_direct(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is a class that is known to update shards directly, so that no parameter has an owner."""
     return isinstance(optimizer, type) and find_kind_of_class(optimizer) in (UpdateKind.DIRECT, UpdateKind.LOCAL)

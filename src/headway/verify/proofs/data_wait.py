@@ -1,9 +1,9 @@
 """Proof that updates of the single-process run do not wait long for data."""
 
 from headway.verify.records import RunRecord
-from headway.verify.verdict import RunSet, Verdict
+from headway.verify.verdict import Proof, RunSet, Verdict
 
-KEY, TITLE = "data", "data keeps up"
+_PROOF = Proof("data", title="data keeps up", page="data.md")
 _MOST_WAITING = 0.33
 """Largest share of an update's time that may be spent on waiting for data."""
 _LEAST_SECONDS = 0.02
@@ -21,9 +21,10 @@ def check_data_wait(runs: RunSet) -> Verdict:
     """
     updates = [update for _, update in sorted(runs.baseline.rank0_updates.items())][1:]
     total_seconds = sum(update.seconds for update in updates)
-    batches = [batch for update in updates for batch in update.batches]
+    # Batches of loaders that the script does not prepare are recorded as the model's inputs, without a time.
+    batches = [batch for update in updates for batch in update.batches if "wait_seconds" in batch]
     if not batches or not total_seconds:
-        return Verdict(KEY, TITLE, "NOT CHECKED", "too few updates, or no prepared loader")
+        return _PROOF.report_unchecked("too few updates, or no prepared loader")
     wait_seconds = sum(batch.get("wait_seconds", 0.0) for batch in batches)
     wait_share, wait_per_update = wait_seconds / total_seconds, wait_seconds / len(updates)
     text = f"{wait_per_update * 1000:.1f} ms per update, {100 * wait_share:.0f} % of its time"
@@ -33,7 +34,7 @@ def check_data_wait(runs: RunSet) -> Verdict:
     is_busy = cpu_share > _MOST_CPU_SHARE and cpu_seconds / len(updates) > _LEAST_CPU_SECONDS
     if wait_share > _MOST_WAITING and (is_busy or wait_per_update > _LEAST_SECONDS):
         return _explain_wait(runs.baseline, text)
-    return Verdict(KEY, TITLE, "PASS", f"waits for data {text}")
+    return _PROOF.report_pass(f"waits for data {text}")
 
 
 def _explain_wait(baseline: RunRecord, text: str) -> Verdict:
@@ -44,13 +45,13 @@ def _explain_wait(baseline: RunRecord, text: str) -> Verdict:
         text: Description of the time that updates wait.
     """
     where = ""
-    slow_functions = baseline.rank0_facts.get("slow_functions")
+    slow_functions = baseline.rank0_facts.slow_functions
     if slow_functions:
         task = {"collate": "the collate function", "item": "reading one sample"}[slow_functions[0]["task"]]
         where = f": most of it is spent in {task}, {slow_functions[0]['function']}"
-    has_workers = any(each["workers"] for each in baseline.rank0_facts.get("loaders", {}).values())
+    has_workers = any(each["workers"] for each in baseline.rank0_facts.loaders.values())
     advice = "do less for each sample: prepare it beforehand, or compute on whole tensors"
-    return Verdict(
-        KEY, TITLE, "FAIL", f"updates wait for data: {text}{where}", (),
-        f"{advice}; {'use more workers' if has_workers else 'or read in worker processes'} (num_workers=)", "data.md",
-    )  # fmt: skip
+    return _PROOF.report_failure(
+        f"updates wait for data: {text}{where}",
+        advice=f"{advice}; {'use more workers' if has_workers else 'or read in worker processes'} (num_workers=)",
+    )

@@ -3,9 +3,9 @@
 from headway.verify.blame import find_needed_calls
 from headway.verify.record_types import CallEntry, LeakEntry
 from headway.verify.records import RunRecord
-from headway.verify.verdict import RunSet, Verdict, describe_failure
+from headway.verify.verdict import Proof, RunSet, Verdict, describe_failure
 
-KEY, TITLE = "leaks", "nothing leaks"
+_PROOF = Proof("leaks", title="nothing leaks", page="verify.md#nothing-leaks")
 _WORDS = {
     "rows": "other rows",
     "documents": "other documents of a row",
@@ -48,24 +48,26 @@ _PAGES = {"documents": "language_models.md"}
 def check_leaks(runs: RunSet) -> Verdict:
     """Return the verdict on leaks, based on the run in which parts of the first training batch were changed."""
     probed = runs.probed
-    if probed is None or "leak_entries" not in probed.rank0_facts:
+    if probed is None or probed.rank0_facts.leak_entries is None:
         reason = "the model was not called on a batch"
         if probed is not None and probed.code not in (0, None):
             reason = describe_failure(probed)
-        return Verdict(KEY, TITLE, "NOT CHECKED", reason)
-    entries = [*probed.rank0_facts["leak_entries"], *_find_later_steps(runs.baseline)]
+        return _PROOF.report_unchecked(reason)
+    entries = [*probed.rank0_facts.leak_entries, *_find_later_steps(runs.baseline)]
     if not entries:
-        reason = probed.rank0_facts.get("probe_error") or "the model's outputs have no rows, or are random"
-        return Verdict(KEY, TITLE, "NOT CHECKED", reason)
+        reason = probed.rank0_facts.probe_error or "the model's outputs have no rows, or are random"
+        return _PROOF.report_unchecked(reason)
     leaks = [each for each in entries if each["is_leak"]]
     if leaks:
         leak = leaks[0]
-        return Verdict(
-            KEY, TITLE, "FAIL", leak["description"], tuple(each["description"] for each in leaks[1:]), _find_advice(leak),
-            _PAGES.get(leak["kind"], "verify.md#nothing-leaks"),
-        )  # fmt: skip
+        return _PROOF.report_failure(
+            leak["description"],
+            details=tuple(each["description"] for each in leaks[1:]),
+            advice=_find_advice(leak),
+            page=_PAGES.get(leak["kind"], _PROOF.page),
+        )
     checked = [_WORDS[each["kind"]] for each in entries if each["kind"] in _WORDS]
-    return Verdict(KEY, TITLE, "PASS", f"outputs do not depend on {', '.join(checked)}")
+    return _PROOF.report_pass(f"outputs do not depend on {', '.join(checked)}")
 
 
 def _find_advice(leak: LeakEntry) -> str:
@@ -85,16 +87,16 @@ def _find_later_steps(baseline: RunRecord) -> list[LeakEntry]:
     the model's output with the input of the next step.
     """
     for loss in baseline.trace(0, min(baseline.rank0_updates)):
-        calls = loss["calls"]
+        calls = loss.calls
         for call in calls:
-            if "predicted_input" not in call:
+            if call.predicted_input is None:
                 continue
-            num_steps = calls[call["predicted_input"]]["shape"][-1]
-            for index in sorted(find_needed_calls(calls, call["predicted_input"])):
+            num_steps = calls[call.predicted_input].shape[-1]
+            for index in sorted(find_needed_calls(calls, call.predicted_input)):
                 statistic = calls[index]
-                if not statistic["inputs"] or not _is_statistic(calls[statistic["inputs"][0]], statistic, num_steps):
+                if not statistic.inputs or not _is_statistic(calls[statistic.inputs[0]], statistic, num_steps):
                     continue
-                name = f"{statistic['func']}() at {statistic['line']}"
+                name = f"{statistic.func}() at {statistic.line}"
                 description = (
                     f"{name} is taken over all steps of a series, and the model, which predicts the next step, sees it at the "
                     "earlier ones"
@@ -113,7 +115,7 @@ def _is_statistic(source: CallEntry, call: CallEntry, num_steps: int) -> bool:
         call: Call to examine.
         num_steps: Number of steps of the model's input.
     """
-    before, after = source.get("shape", []), call.get("shape", [])
-    if len(before) < 2 or before[-1] < num_steps or call["func"] not in _STATISTICS:
+    before, after = source.shape, call.shape
+    if len(before) < 2 or before[-1] < num_steps or call.func not in _STATISTICS:
         return False
     return after in (before[:-1], [*before[:-1], 1])  # without and with keepdim

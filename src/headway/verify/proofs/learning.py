@@ -8,21 +8,20 @@ import math
 
 from headway.common.text import join_names
 from headway.verify.proofs.rank_causes import find_diverged_replica
-from headway.verify.record_types import OptimizerFacts, RunFacts
-from headway.verify.records import RunRecord, UpdateRecord
-from headway.verify.verdict import RunSet, Verdict
+from headway.verify.record_types import OptimizerFacts, RunFacts, UpdateRecord
+from headway.verify.records import RunRecord
+from headway.verify.verdict import Proof, RunSet, Verdict
 
-KEY, TITLE = "learning", "what learns, learns"
-PAGE = "verify.md#what-learns-learns"
+_PROOF = Proof("learning", title="what learns, learns", page="verify.md#what-learns-learns")
 
 
 def check_learning(runs: RunSet) -> Verdict:
     """Return the verdict on whether trainable parameters change, frozen ones do not, and replicas stay equal."""
     baseline = runs.baseline
     facts, updates = baseline.rank0_facts, list(baseline.rank0_updates.values())
-    trainable = facts.get("trainable_parameters", [])
+    trainable = facts.trainable_parameters
     if not trainable:
-        return _make_failure("no parameter is trainable", "set requires_grad of the parameters to train")
+        return _PROOF.report_failure("no parameter is trainable", advice="set requires_grad of the parameters to train")
     failure = (
         _check_finite(facts, updates)
         or _check_optimizers(facts, updates)
@@ -41,12 +40,10 @@ def check_learning(runs: RunSet) -> Verdict:
     if failure is not None:
         return failure
     if not _has_learning_rate(updates):
-        return Verdict(
-            KEY, TITLE, "NOT CHECKED", f"the learning rate is 0 in the first {len(updates)} updates (a warm-up)"
-        )
-    frozen = facts.get("frozen_parameters", [])
+        return _PROOF.report_unchecked(f"the learning rate is 0 in the first {len(updates)} updates (a warm-up)")
+    frozen = facts.frozen_parameters
     remark = f", {len(frozen)} frozen ones stayed" if frozen else ""
-    return Verdict(KEY, TITLE, "PASS", f"{len(trainable)} parameter tensors got gradients and changed{remark}")
+    return _PROOF.report_pass(f"{len(trainable)} parameter tensors got gradients and changed{remark}")
 
 
 def _has_learning_rate(updates: list[UpdateRecord]) -> bool:
@@ -59,14 +56,14 @@ def _check_finite(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict | Non
 
     In fp16, infinite gradients are normal, because the loss scale is found by trying. Such updates are skipped.
     """
-    if facts.get("mixed_precision") == "fp16":
+    if facts.mixed_precision == "fp16":
         return None
     for update in updates:
         names = [name for name, norm in update.gradient_norms.items() if not math.isfinite(norm)]
         if names:
-            return _make_failure(
+            return _PROOF.report_failure(
                 f"update {update.number}: the gradient of {join_names(names, 3)} is NaN or infinite, so its weights are lost",
-                'Accelerator(on_non_finite="raise") names the operation that made the first NaN',
+                advice='Accelerator(on_non_finite="raise") names the operation that made the first NaN',
             )
     return None
 
@@ -77,25 +74,25 @@ def _check_optimizers(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict |
     Return None otherwise. If the optimizers contain all frozen parameters, none is reported, because scripts often pass
     all parameters of a model.
     """
-    trainable, frozen = facts["trainable_parameters"], facts.get("frozen_parameters", [])
-    optimizers = facts.get("optimizers", [])
-    optimized = set(facts.get("optimized_parameters", trainable))
+    trainable, frozen = facts.trainable_parameters, facts.frozen_parameters
+    optimizers = facts.optimizers
+    optimized = set(trainable if facts.optimized_parameters is None else facts.optimized_parameters)
     learned = {name for update in updates for name in update.gradient_norms}
     # A parameter that was frozen at the start can have become trainable. It then gets gradients.
     left_out = [name for name in trainable if name not in optimized]
     left_out += [name for name in frozen if name in learned and name not in optimized]
     if left_out:
-        return _make_failure(
+        return _PROOF.report_failure(
             f"{join_names(left_out, 3)} is trainable, but belongs to no prepared optimizer{_describe_lines(optimizers)}",
-            "create the optimizer with all trainable parameters after the model is complete, and prepare it; or freeze them",
+            advice="create the optimizer with all trainable parameters after the model is complete, and prepare it; or freeze them",
         )
     never_trained = [name for name in frozen if name not in learned]
     useless = [name for name in never_trained if name in optimized]
     # Scripts often pass all parameters. Only a selection of frozen ones shows that they were meant to be trained.
     if 0 < len(useless) < len(never_trained) and optimizers:
-        return _make_failure(
+        return _PROOF.report_failure(
             f"{join_names(useless, 3)} was given to the optimizer, but is frozen (requires_grad=False){_describe_lines(optimizers)}",
-            "set requires_grad=True for it, or leave it out of the optimizer: look at the names that the script freezes",
+            advice="set requires_grad=True for it, or leave it out of the optimizer: look at the names that the script freezes",
         )
     return None
 
@@ -107,15 +104,15 @@ def _check_missing_gradients(baseline: RunRecord) -> Verdict | None:
     """
     updates = list(baseline.rank0_updates.values())
     learned = {name for update in updates for name in update.gradient_norms}
-    missing = [name for name in baseline.rank0_facts["trainable_parameters"] if name not in learned]
+    missing = [name for name in baseline.rank0_facts.trainable_parameters if name not in learned]
     if not missing:
         return None
     call = _find_cut(baseline, missing[0])
-    return _make_failure(
+    return _PROOF.report_failure(
         f"{join_names(missing, 3)} got no gradient in {len(updates)} updates",
-        "the loss does not depend on it: use it in the forward, or freeze it (requires_grad=False); look for detach(), "
+        details=(f"its result is cut off by {call}",) if call else (),
+        advice="the loss does not depend on it: use it in the forward, or freeze it (requires_grad=False); look for detach(), "
         ".data, no_grad(), argmax, and checkpointing with use_reentrant=True",
-        (f"its result is cut off by {call}",) if call else (),
     )
 
 
@@ -129,15 +126,13 @@ def _find_cut(baseline: RunRecord, name: str) -> str:
         name: Name of the parameter.
     """
     for loss in baseline.trace(0, min(baseline.rank0_updates)):
-        calls = loss["calls"]
+        calls = loss.calls
         # Names in traces can have prefixes of wrappers, such as "module.".
-        dependent = {
-            index for index, call in enumerate(calls) if f".{call.get('model_tensor', '')}".endswith(f".{name}")
-        }
+        dependent = {index for index, call in enumerate(calls) if f".{call.model_tensor}".endswith(f".{name}")}
         for index, call in enumerate(calls):
-            if not dependent.isdisjoint(call["inputs"]):
-                if call.get("is_cut"):
-                    return f"{call['func']}() at {call['line']}"
+            if not dependent.isdisjoint(call.inputs):
+                if call.is_cut:
+                    return f"{call.func}() at {call.line}"
                 dependent.add(index)
     return ""
 
@@ -147,7 +142,7 @@ def _check_zero_gradients(facts: RunFacts, updates: list[UpdateRecord]) -> Verdi
 
     A bias may get only zeros if another parameter of its module does not.
     """
-    trainable = facts["trainable_parameters"]
+    trainable = facts.trainable_parameters
     zero = [name for name in trainable if all(update.gradient_norms.get(name, 0.0) == 0.0 for update in updates)]
     # A bias of the last layer cancels out in a loss of differences, such as a critic's, and then has no gradient.
     zero = [name for name in zero if not name.endswith("bias") or not _has_learning_sibling(name, trainable, zero)]
@@ -159,7 +154,9 @@ def _check_zero_gradients(facts: RunFacts, updates: list[UpdateRecord]) -> Verdi
     )
     if any("expert" in name for name in zero):
         advice = "no token was sent to this expert: balance the router"
-    return _make_failure(f"the gradient of {join_names(zero, 3)} is zero in {len(updates)} updates", advice)
+    return _PROOF.report_failure(
+        f"the gradient of {join_names(zero, 3)} is zero in {len(updates)} updates", advice=advice
+    )
 
 
 def _has_learning_sibling(name: str, trainable: list[str], zero: list[str]) -> bool:
@@ -179,31 +176,31 @@ def _check_experts(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict | No
 
     Only parameters that stack the weights of all experts are examined.
     """
-    for name in facts["trainable_parameters"]:
+    for name in facts.trainable_parameters:
         idle_sets = [set(update.idle_experts.get(name, ())) for update in updates if name in update.gradient_norms]
         unused = sorted(set.intersection(*idle_sets)) if idle_sets else []
         if unused:
-            return _make_failure(
+            return _PROOF.report_failure(
                 f"expert {join_names([str(each) for each in unused], 3)} of {name} was never used in {len(updates)} updates",
-                "no token was sent to it: look at the number of outputs of the router, and balance the load",
+                advice="no token was sent to it: look at the number of outputs of the router, and balance the load",
             )
     return None
 
 
 def _check_frozen_norms(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if the running statistics of a frozen batch norm change, else None."""
-    initial_hashes, frozen = facts.get("initial_hashes", {}), facts.get("frozen_parameters", [])
+    initial_hashes, frozen = facts.initial_hashes, facts.frozen_parameters
     changed = []
-    for norm in facts.get("batch_norms", []):
+    for norm in facts.batch_norms:
         start = initial_hashes.get(f"buffer:{norm}.running_mean")
         hashes = [update.buffer_hashes.get(f"{norm}.running_mean") for update in updates]
         if f"{norm}.weight" in frozen and any(each != start for each in hashes):
             changed.append(norm)
     if not changed:
         return None
-    return _make_failure(
+    return _PROOF.report_failure(
         f"{join_names(changed, 3)} is frozen, but its running statistics change",
-        "call eval() on the frozen module after model.train(), so that its batch norms keep their statistics",
+        advice="call eval() on the frozen module after model.train(), so that its batch norms keep their statistics",
     )
 
 
@@ -214,10 +211,10 @@ def _check_trainable(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict | 
     """
     if not _has_learning_rate(updates):
         return None
-    initial_hashes = facts.get("initial_hashes", {})
+    initial_hashes = facts.initial_hashes
     largest_norm = max((norm for update in updates for norm in update.gradient_norms.values()), default=0.0)
     unchanged = []
-    for name in facts["trainable_parameters"]:
+    for name in facts.trainable_parameters:
         hashes = [update.parameter_hashes.get(name) for update in updates]
         norms = [update.gradient_norms.get(name, 0.0) for update in updates]
         # The gradient of a bias before a normalization consists of rounding errors. It can be too small to change the
@@ -227,40 +224,40 @@ def _check_trainable(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict | 
             unchanged.append(name)
     if not unchanged:
         return None
-    return _make_failure(
+    return _PROOF.report_failure(
         f"{join_names(unchanged, 3)} got gradients, but did not change in {len(updates)} updates",
-        "the optimizer does not step it: create it after the model is complete and prepare both together; in bfloat16 "
+        advice="the optimizer does not step it: create it after the model is complete and prepare both together; in bfloat16 "
         "the step may be too small",
     )
 
 
 def _check_frozen(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if a parameter that was frozen before the first update changes, else None."""
-    initial_hashes = facts.get("initial_hashes", {})
+    initial_hashes = facts.initial_hashes
     changed = [
         name
-        for name in facts.get("frozen_parameters", [])
+        for name in facts.frozen_parameters
         if any(update.parameter_hashes.get(name) != initial_hashes.get(name) for update in updates)
     ]
     if not changed:
         return None
-    return _make_failure(
+    return _PROOF.report_failure(
         f"{join_names(changed, 3)} is frozen, but changed{_describe_write_line(changed[0], updates)}",
-        "look for code that writes to it, such as a moving average",
+        advice="look for code that writes to it, such as a moving average",
     )
 
 
 def _check_stale_gradients(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if an optimizer changes a parameter after the script has frozen it, else None."""
-    previous_hashes = facts.get("initial_hashes", {})
+    previous_hashes = facts.initial_hashes
     for update in updates:
         hashes = update.parameter_hashes
         changed = [name for name in update.frozen_with_gradient if hashes.get(name) != previous_hashes.get(name)]
         if changed:
-            return _make_failure(
+            return _PROOF.report_failure(
                 f"{join_names(changed, 3)} is frozen in update {update.number}, but the optimizer still changes it: its gradient "
                 "is a tensor, so momentum and weight decay go on",
-                "remove the gradient when you freeze: use zero_grad(set_to_none=True), or set parameter.grad = None",
+                advice="remove the gradient when you freeze: use zero_grad(set_to_none=True), or set parameter.grad = None",
             )
         previous_hashes = hashes
     return None
@@ -272,10 +269,10 @@ def _check_discards(updates: list[UpdateRecord]) -> Verdict | None:
     if len(discarding) < 2:  # one batch may be left out on purpose
         return None
     num_batches = sum(len(update.discard_lines) for update in discarding)
-    return _make_failure(
+    return _PROOF.report_failure(
         f"zero_grad() at {discarding[0].discard_lines[0]} clears gradients before an optimizer step has used them: those of "
         f"{num_batches} batches in {len(updates)} updates are lost",
-        "call zero_grad() after optimizer.step(), not before each backward",
+        advice="call zero_grad() after optimizer.step(), not before each backward",
     )
 
 
@@ -285,32 +282,32 @@ def _check_modes(facts: RunFacts, updates: list[UpdateRecord]) -> Verdict | None
     Models that were never in training mode are accepted, because some scripts train in evaluation mode on purpose. So
     is a model whose last update alone is in evaluation mode.
     """
-    if not (facts.get("num_dropout_rates") or facts.get("batch_norms")):
+    if not (facts.num_dropout_rates or facts.batch_norms):
         return None
     for model in sorted({model for update in updates for model in update.training_modes}):
         calling = [update for update in updates if model in update.training_modes]
         start = next((i for i, update in enumerate(calling) if "train" not in update.training_modes[model]), 0)
         stays_in_eval = all(update.training_modes[model] == ["eval"] for update in calling[start:])
         if start > 0 and len(calling) - start > 1 and stays_in_eval:
-            lines = list(facts.get("eval_lines", {}))
+            lines = list(facts.eval_lines)
             at = f" at {lines[-1]}" if lines else ""
-            return _make_failure(
+            return _PROOF.report_failure(
                 f"from update {calling[start].number} on, the model is trained in evaluation mode: eval(){at} is not followed by "
                 "train()",
-                "call model.train() after the evaluation: dropout is off, and batch norms keep their statistics",
+                advice="call model.train() after the evaluation: dropout is off, and batch norms keep their statistics",
             )
     return None
 
 
 def _check_buffers(runs: RunSet, updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if calling the model in evaluation mode changes a persistent buffer, else None."""
-    names = runs.probed.rank0_facts.get("buffers_changed_by_eval", []) if runs.probed is not None else []
+    names = runs.probed.rank0_facts.buffers_changed_by_eval if runs.probed is not None else []
     if not names:
         return None
-    return _make_failure(
+    return _PROOF.report_failure(
         f"the buffer {names[0]} changes{_describe_write_line(names[0], updates)} whenever the model is called, also in "
         "evaluation mode",
-        "write `value = value + x` instead of `value += x`, which changes the buffer; or change it only if self.training",
+        advice="write `value = value + x` instead of `value += x`, which changes the buffer; or change it only if self.training",
     )
 
 
@@ -319,9 +316,9 @@ def _check_replicas(runs: RunSet) -> Verdict | None:
     replica = find_diverged_replica(runs.several) if runs.several is not None else None
     if replica is None:
         return None
-    return _make_failure(
+    return _PROOF.report_failure(
         f"update {replica.update}: {replica.parameter} differs between rank 0 and rank {replica.rank}",
-        "prepare the model that holds it, and compute its loss on every rank",
+        advice="prepare the model that holds it, and compute its loss on every rank",
     )
 
 
@@ -335,7 +332,3 @@ def _describe_lines(optimizers: list[OptimizerFacts]) -> str:
     """Return where the prepared optimizers were created, as a phrase in parentheses; "" if unknown."""
     lines = [f"{each['type']} at {each['line']}" for each in optimizers if each["line"]]
     return f" ({join_names(lines, 3)})" if lines else ""
-
-
-def _make_failure(reason: str, advice: str, details: tuple[str, ...] = ()) -> Verdict:
-    return Verdict(KEY, TITLE, "FAIL", reason, details, advice, PAGE)

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from headway.common.text import format_bytes
-from headway.verify.proofs.forecast_memory import compare_with_forecast
+from headway.verify.proofs.forecast_memory import MEMORY_PROOF, compare_with_forecast
 from headway.verify.record_types import AliveTensorsEntry
 from headway.verify.verdict import RunSet, Verdict
 
@@ -22,9 +22,7 @@ def check_memory(runs: RunSet) -> Verdict:
     """
     updates = sorted(runs.baseline.rank0_updates.items())
     sizes = [update.resident_bytes for _, update in updates]
-    alive = [
-        each for each in runs.baseline.rank0_facts.get("alive_tensors", []) if len(each["updates"]) >= _LEAST_UPDATES
-    ]
+    alive = [each for each in runs.baseline.rank0_facts.alive_tensors if len(each["updates"]) >= _LEAST_UPDATES]
     growth = _find_steady_growth(sizes) or _confirm_growth(sizes, alive)
     if growth or any(_has_large_graphs(each) for each in alive):
         return _explain_growth(sizes, growth, alive)
@@ -62,7 +60,7 @@ def _explain_growth(sizes: list[int], growth: int, alive: list[AliveTensorsEntry
         reason = f"memory grows by about {format_bytes(growth)} with each update"
         advice = "something keeps data of earlier updates: a list or dict that is never emptied, or hooks that are never removed"
     details = (f"after each update: {', '.join(map(format_bytes, sizes))}",)
-    return Verdict("memory", "memory", "FAIL", reason, details, advice, "memory.md")
+    return MEMORY_PROOF.report_failure(reason, details=details, advice=advice)
 
 
 def _find_steady_growth(sizes: list[int]) -> int:

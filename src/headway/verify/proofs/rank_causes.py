@@ -8,13 +8,14 @@ from headway.verify.blame import Blame
 from headway.verify.causes import Cause, explain_parts
 from headway.verify.compare import RunDifference, find_different_numbers
 from headway.verify.part_blame import blame_parts
-from headway.verify.records import RunRecord, UpdateRecord
+from headway.verify.record_types import UpdateRecord
+from headway.verify.records import RunRecord
 
 
 def find_cause(
     reference: RunRecord,
     other: RunRecord,
-    found: RunDifference,
+    run_difference: RunDifference,
     *,
     is_layout_only: bool,
     depends_on_padding: bool,
@@ -28,22 +29,22 @@ def find_cause(
     Args:
         reference: Single-process run.
         other: Run that differs.
-        found: First difference beyond the tolerance.
+        run_difference: First difference beyond the tolerance.
         is_layout_only: Whether the run on several processes without the layout agrees with the single-process run.
         depends_on_padding: Whether the model's outputs for real tokens change with the padding.
     """
-    difference = found.difference
+    difference = run_difference.difference
     update = difference.update
     if is_layout_only:
-        return _find_cause_of_layout(reference, other, found)
+        return _find_cause_of_layout(reference, other, run_difference)
     if difference.one_sided:
         return Cause(
-            f"{join_names(found.parameters, 3)} has a gradient only on one process, or only on several: the loop depends on their "
-            "number",
+            f"{join_names(run_difference.parameters, 3)} has a gradient only on one process, or only on several: the loop depends on "
+            "their number",
             "remove conditions on the rank or on the number of processes from the loss",
             "several_models.md",
         )
-    if not found.is_before_step:
+    if not run_difference.is_before_step:
         return _find_cause_of_step(reference, other, update)
     blame = blame_ranks(reference, other, update)
     if blame is not None:
@@ -66,18 +67,18 @@ def find_cause(
             "not scale it by num_processes",
             "accumulation.md",
         )
-    return _guess_cause(other, found, depends_on_padding=depends_on_padding)
+    return _guess_cause(other, run_difference, depends_on_padding=depends_on_padding)
 
 
-def _guess_cause(other: RunRecord, found: RunDifference, *, depends_on_padding: bool) -> Cause:
+def _guess_cause(other: RunRecord, run_difference: RunDifference, *, depends_on_padding: bool) -> Cause:
     """Return a cause for gradients that differ, although the recorded torch calls agree or were not recorded.
 
     Args:
         other: Run on several processes.
-        found: First difference beyond the tolerance.
+        run_difference: First difference beyond the tolerance.
         depends_on_padding: Whether the model's outputs for real tokens change with the padding.
     """
-    batch_norms = other.rank0_facts.get("batch_norms")
+    batch_norms = other.rank0_facts.batch_norms
     if batch_norms:
         return Cause(
             f"{batch_norms[0]} is a BatchNorm that normalizes over the rows of one rank only",
@@ -85,7 +86,7 @@ def _guess_cause(other: RunRecord, found: RunDifference, *, depends_on_padding: 
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which has no CPU kernel",
             "troubleshooting.md",
         )
-    lines = _list_gradient_lines(other, found.difference.update)
+    lines = _list_gradient_lines(other, run_difference.difference.update)
     if lines:
         return Cause(
             f"{join_names(lines, 3)} changes gradients, and not in the same way on several processes as on one",
@@ -99,10 +100,10 @@ def _guess_cause(other: RunRecord, found: RunDifference, *, depends_on_padding: 
             "verify.md#nothing-leaks",
         )
     # A wrong loss changes almost all gradients.
-    if len(found.parameters) < 0.5 * max(1, len(found.difference.gradient_by_name)):
+    if len(run_difference.parameters) < 0.5 * max(1, len(run_difference.difference.gradient_by_name)):
         return Cause(
-            f"only {join_names(found.parameters, 3)} differs: its gradient is not averaged over the ranks, or depends on one rank's "
-            "rows",
+            f"only {join_names(run_difference.parameters, 3)} differs: its gradient is not averaged over the ranks, or depends on "
+            "one rank's rows",
             "use the parameter inside the forward of a prepared model, and the loss in accelerator.backward()",
             "several_models.md",
         )
@@ -114,25 +115,25 @@ def _guess_cause(other: RunRecord, found: RunDifference, *, depends_on_padding: 
     )
 
 
-def _find_cause_of_layout(reference: RunRecord, other: RunRecord, found: RunDifference) -> Cause:
+def _find_cause_of_layout(reference: RunRecord, other: RunRecord, run_difference: RunDifference) -> Cause:
     """Return the cause of a difference that occurs only under the layout.
 
     Args:
         reference: Single-process run.
         other: Run under the layout.
-        found: First difference.
+        run_difference: First difference.
     """
-    update = found.difference.update
-    blame = blame_ranks(reference, other, update) if found.is_before_step else None
+    update = run_difference.difference.update
+    blame = blame_ranks(reference, other, update) if run_difference.is_before_step else None
     # Tensor, pipeline and context parallelism make other calls by design.
-    if blame is not None and (blame.kind != "path" or other.rank0_facts.get("strategy") in ("fsdp", "hsdp")):
+    if blame is not None and (blame.kind != "path" or other.rank0_facts.strategy in ("fsdp", "hsdp")):
         return explain_blame(other, blame, update)
-    lines, what = _list_gradient_lines(other, update), "changes gradients"
-    if not found.is_before_step:
-        lines, what = _list_write_lines(_list_rank_updates(other, update)) or lines, "changes weights"
-    by = f": {join_names(lines, 3)} {what}" if lines else ""
+    lines, action = _list_gradient_lines(other, update), "changes gradients"
+    if not run_difference.is_before_step:
+        lines, action = _list_write_lines(_list_rank_updates(other, update)) or lines, "changes weights"
+    suspects = f": {join_names(lines, 3)} {action}" if lines else ""
     return Cause(
-        f"only this layout differs: code of the script reads or changes one rank's shard{by}",
+        f"only this layout differs: code of the script reads or changes one rank's shard{suspects}",
         "look for to_local(), .data and norms of parameters or gradients in the loop: use accelerator.clip_grad_norm_(), and "
         "full_tensor() for values of whole tensors",
         "fsdp.md",
@@ -153,24 +154,26 @@ def _find_cause_of_step(reference: RunRecord, other: RunRecord, update: int) -> 
         lines = list(
             dict.fromkeys(line for each in range(1, update + 1) for line in other.rank0_updates[each].rate_lines)
         )
-        optimizer_lines = [each["line"] for each in other.rank0_facts.get("optimizers", []) if each["line"]]
-        where = ""
+        optimizer_lines = [each["line"] for each in other.rank0_facts.optimizers if each["line"]]
+        our_rate, their_rate = rates
+        origin, advice = "", "do not multiply the rate by the number of processes"
         if lines:
-            where = f", set at {join_names(lines[-2:], 3)}"
+            origin = f", set at {join_names(lines[-2:], 3)}"
+            advice = (
+                "let a scheduler tick once per update: scheduler_ticks='updates'; if the script sets the rate itself, count "
+                "updates, or the samples and values of all ranks (accelerator.reduce)"
+            )
         elif optimizer_lines:
-            where = f", set at {join_names(optimizer_lines, 3)}, where the optimizer is created"
+            origin = f", set at {join_names(optimizer_lines, 3)}, where the optimizer is created"
         return Cause(
-            f"the learning rate is {rates[1]:.3g}, and {rates[0]:.3g} on one process{where}",
-            "let a scheduler tick once per update: scheduler_ticks='updates'; if the script sets the rate itself, count "
-            "updates, or the samples and values of all ranks (accelerator.reduce)"
-            if lines
-            else "do not multiply the rate by the number of processes",
-            "schedules.md",
+            f"the learning rate is {their_rate:.3g}, and {our_rate:.3g} on one process{origin}", advice, "schedules.md"
         )
     lines = _list_write_lines([ours, *_list_rank_updates(other, update)])
-    where = f": {join_names(lines, 3)} changes weights" if lines else ""
+    suspects = f": {join_names(lines, 3)} changes weights" if lines else ""
     return Cause(
-        f"the optimizer's step differs{where}", "change weights after the step alike on all ranks", "several_models.md"
+        f"the optimizer's step differs{suspects}",
+        "change weights after the step alike on all ranks",
+        "several_models.md",
     )
 
 
@@ -189,12 +192,12 @@ def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | 
     """
     ranks_by_shard: dict[int, list[int]] = {}
     for rank, facts in enumerate(other.facts_by_rank):
-        ranks_by_shard.setdefault(facts["data_shard_index"], []).append(rank)
+        ranks_by_shard.setdefault(facts.data_shard_index, []).append(rank)
     groups = list(ranks_by_shard.values())
     num_choices = max(map(len, groups), default=0)
-    if "tp" not in other.rank0_facts.get("strategy", ""):
+    if "tp" not in other.rank0_facts.strategy:
         num_choices = min(num_choices, 1)
-    is_rounded = reference.rank0_facts.get("mixed_precision", "no") != "no"
+    is_rounded = reference.rank0_facts.mixed_precision != "no"
     options: dict[str, Any] = {"tolerance": 0.05} if is_rounded else {}
     whole = reference.trace(0, update)
     blames = []
@@ -205,7 +208,7 @@ def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | 
         if blame is not None:
             blames.append(blame)
     # A fault on one rank of a group also changes later calls on the group's other ranks, so the earliest call counts.
-    order = [(call["line"], call["func"]) for loss in whole for call in loss["calls"]]
+    order = [(call.line, call.func) for loss in whole for call in loss.calls]
 
     def find_position(blame: Blame) -> int:
         key = (blame.line, blame.call)
@@ -224,7 +227,7 @@ def explain_blame(other: RunRecord, blame: Blame, update: int) -> Cause:
         blame: First torch call that differs from the single-process run.
         update: Number of the update in which it differs.
     """
-    is_accelerate = bool(other.rank0_facts.get("uses_accelerate_rules"))
+    is_accelerate = bool(other.rank0_facts.uses_accelerate_rules)
     return _find_lone_line(other, blame, update) or explain_parts(blame, "rank", is_accelerate=is_accelerate)
 
 
@@ -239,20 +242,22 @@ def _find_lone_line(other: RunRecord, blame: Blame, update: int) -> Cause | None
         update: Number of the update in which it differs.
     """
     if blame.kind == "tensor":
-        for line, name, ranks in _list_lone_lines(
-            _list_unprepared_writes(updates.values(), update) for updates in other.updates_by_rank
-        ):
+        writes_by_rank = [_list_unprepared_writes(updates.values(), update) for updates in other.updates_by_rank]
+        write = _find_lone_use(writes_by_rank)
+        if write is not None:
             return Cause(
-                f"only {ranks} changes the weights of {name}: {line}",
+                f"only {write.ranks} changes the weights of {write.name}: {write.line}",
                 "change them on every rank alike, without a condition on the rank",
                 "several_models.md",
             )
     if blame.kind in ("number", "draw", "path", "tensor"):
-        draws_by_rank = (set(facts.get("global_draw_lines", {}).items()) for facts in other.facts_by_rank)
-        reason = explain_parts(blame, "rank").reason
-        for line, name, ranks in _list_lone_lines(draws_by_rank):
+        draws_by_rank = [set(facts.global_draw_lines.items()) for facts in other.facts_by_rank]
+        draw = _find_lone_use(draws_by_rank)
+        if draw is not None:
+            reason = explain_parts(blame, "rank").reason
             return Cause(
-                f"only {ranks} draws from {name}() at {line}, so the ranks draw other random numbers afterwards: {reason}",
+                f"only {draw.ranks} draws from {draw.name}() at {draw.line}, so the ranks draw other random numbers afterwards: "
+                f"{reason}",
                 "draw on every rank alike, or from a generator of its own, such as random.Random(0)",
                 "several_models.md",
             )
@@ -270,19 +275,31 @@ def _list_unprepared_writes(updates: Iterable[UpdateRecord], end: int) -> set[tu
     }
 
 
-def _list_lone_lines(lines_by_rank: Iterable[set[tuple[str, str]]]) -> list[tuple[str, str, str]]:
-    """Return (script line, name, text with the ranks) for each line that only some of the ranks have run.
+class _LoneUse(NamedTuple):
+    """Script line that only some of the ranks have run.
+
+    Attributes:
+        line: Line of the script.
+        name: Name of the function or model that the line uses or changes.
+        ranks: Text with the numbers of these ranks, such as "rank 0".
+    """
+
+    line: str
+    name: str
+    ranks: str
+
+
+def _find_lone_use(uses_by_rank: list[set[tuple[str, str]]]) -> _LoneUse | None:
+    """Return the first script line, in the order of their text, that only some ranks have run. None if there is none.
 
     Args:
-        lines_by_rank: For each rank, pairs of a script line and the name of what the line uses or changes.
+        uses_by_rank: For each rank, pairs of a script line and the name of what the line uses or changes.
     """
-    by_rank = list(lines_by_rank)
-    lone_lines = []
-    for line, name in sorted(set().union(*by_rank)):
-        ranks = [rank for rank, lines in enumerate(by_rank) if (line, name) in lines]
-        if len(ranks) < len(by_rank):
-            lone_lines.append((line, name, f"rank {join_names([str(rank) for rank in ranks], 3)}"))
-    return lone_lines
+    for line, name in sorted(set().union(*uses_by_rank)):
+        ranks = [rank for rank, uses in enumerate(uses_by_rank) if (line, name) in uses]
+        if len(ranks) < len(uses_by_rank):
+            return _LoneUse(line, name, f"rank {join_names([str(rank) for rank in ranks], 3)}")
+    return None
 
 
 # -------------------------------------------------------------------- lines that change tensors
@@ -297,13 +314,13 @@ def _list_gradient_lines(other: RunRecord, update: int, *, is_early: bool = Fals
         is_early: Whether to return only lines that changed gradients before the last backward pass of an update.
             Default: False.
     """
-    found: dict[str, None] = {}
+    changing_lines: dict[str, None] = {}  # a set of lines in order
     for updates in other.updates_by_rank:
         for each in updates.values():
             for line, num_backwards in each.gradient_lines.items():
                 if each.number <= update and not (is_early and min(num_backwards) >= len(each.losses)):
-                    found[line] = None
-    return list(found)
+                    changing_lines[line] = None
+    return list(changing_lines)
 
 
 def _list_write_lines(updates: Iterable[UpdateRecord]) -> list[str]:
@@ -356,32 +373,46 @@ def describe_replica_write(other: RunRecord, reason: str) -> str | None:
     """
     if "replicas of the model are not alike" not in reason:
         return None
-    lines_by_rank: list[dict[str, set[str]]] = []
-    for facts, updates in zip(other.facts_by_rank, other.updates_by_rank, strict=False):
+    lines_by_rank = _collect_write_lines(other)
+    for rank, lines_by_name in enumerate(lines_by_rank):
+        others = lines_by_rank[:rank] + lines_by_rank[rank + 1 :]
+        for name, lines in lines_by_name.items():
+            if f" {name} on rank" not in reason or not lines:
+                continue
+            lines_of_others = {line for each in others for line in each.get(name, ())}
+            lone_lines = lines - lines_of_others
+            if lone_lines:
+                return f"{name} at {min(lone_lines)} on rank {rank}"
+            return f"{name} at {min(lines)}"
+    return None
+
+
+def _collect_write_lines(record: RunRecord) -> list[dict[str, set[str]]]:
+    """Return, for each rank, the script lines that change a tensor in place, by the name of the tensor.
+
+    Changes before the first update are included.
+    """
+    lines_by_rank = []
+    for facts, updates in zip(record.facts_by_rank, record.updates_by_rank, strict=False):
         lines_by_name: dict[str, set[str]] = {}
-        for each in (facts.get("write_lines", {}), *(update.write_lines for update in updates.values())):
+        recorded = [facts.write_lines]
+        recorded += [update.write_lines for update in updates.values()]
+        for each in recorded:
             for name, lines in each.items():
                 lines_by_name.setdefault(name, set()).update(lines)
         lines_by_rank.append(lines_by_name)
-    for rank, lines_by_name in enumerate(lines_by_rank):
-        others = lines_by_rank[:rank] + lines_by_rank[rank + 1 :]
-        for name, found in lines_by_name.items():
-            if f" {name} on rank" not in reason or not found:
-                continue
-            lone = [line for line in sorted(found) if all(line not in each.get(name, ()) for each in others)]
-            return f"{name} at {lone[0]} on rank {rank}" if lone else f"{name} at {min(found)}"
-    return None
+    return lines_by_rank
 
 
 def describe_local_metric(other: RunRecord) -> str | None:
     """Return a line of text about a scheduler whose `step` gets a different metric on each rank, or None."""
-    metrics_by_rank = [facts.get("scheduler_metrics", []) for facts in other.facts_by_rank]
+    metrics_by_rank = [facts.scheduler_metrics for facts in other.facts_by_rank]
     for metrics in zip(*metrics_by_rank, strict=False):
         values = [each["value"] for each in metrics]
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):
-            shown = ", ".join(f"{value:.4g}" for value in values[:3])
+            texts = ", ".join(f"{value:.4g}" for value in values[:3])
             update, line = metrics[0]["update"], metrics[0]["line"]
             return (
-                f"update {update}: the scheduler gets another value on each rank ({shown}) at {line}: a rank's own loss"
+                f"update {update}: the scheduler gets another value on each rank ({texts}) at {line}: a rank's own loss"
             )
     return None

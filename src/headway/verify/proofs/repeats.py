@@ -8,9 +8,9 @@ from headway.verify.causes import explain_repeat
 from headway.verify.compare import are_equal, find_different_norms, find_different_numbers
 from headway.verify.records import RunRecord
 from headway.verify.sample_counts import count_samples
-from headway.verify.verdict import RunSet, Verdict, describe_failure
+from headway.verify.verdict import Proof, RunSet, Verdict, describe_failure
 
-KEY, TITLE = "repeat", "a run repeats itself"
+_PROOF = Proof("repeat", title="a run repeats itself", page="verify.md#a-run-repeats-itself")
 _SEED = "call set_seed(0) (headway or accelerate) before the dataset and the model are created"
 
 
@@ -25,15 +25,15 @@ def check_repeat(runs: RunSet) -> Verdict:
     """
     baseline, repeat = runs.baseline, runs.repeat
     if repeat is None:
-        return Verdict(KEY, TITLE, "NOT CHECKED", "the run was not repeated")
+        return _PROOF.report_unchecked("the run was not repeated")
     updates = sorted(set(baseline.rank0_updates) & set(repeat.rank0_updates))
     if not updates:
-        return Verdict(KEY, TITLE, "FAIL", f"the second run failed: {describe_failure(repeat)}")
+        return _PROOF.report_failure(f"the second run failed: {describe_failure(repeat)}", page="")
     for update in updates:
         failure = _compare_update(baseline, repeat, update)
         if failure is not None:
             return failure
-    return Verdict(KEY, TITLE, "PASS", f"{len(updates)} updates, equal bit by bit")
+    return _PROOF.report_pass(f"{len(updates)} updates, equal bit by bit")
 
 
 def _compare_update(baseline: RunRecord, repeat: RunRecord, update: int) -> Verdict | None:
@@ -49,11 +49,11 @@ def _compare_update(baseline: RunRecord, repeat: RunRecord, update: int) -> Verd
     """
     ours, theirs = baseline.rank0_updates[update], repeat.rank0_updates[update]
     if count_samples(baseline, update, "row_hashes") != count_samples(repeat, update, "row_hashes"):
-        what = "order" if _have_common_samples(baseline, repeat) else "data"
-        reason = f"update {update}: the two runs trained on different samples ({what})"
+        aspect = "order" if _have_common_samples(baseline, repeat) else "data"
+        reason = f"update {update}: the two runs trained on different samples ({aspect})"
         return _explain_difference(baseline, repeat, update, reason, ())
-    our_start = baseline.rank0_facts.get("initial_hashes", {})
-    their_start = repeat.rank0_facts.get("initial_hashes", {})
+    our_start = baseline.rank0_facts.initial_hashes
+    their_start = repeat.rank0_facts.initial_hashes
     if update == min(baseline.rank0_updates) and our_start != their_start:
         detail = f"first differing value: {_find_different_key(our_start, their_start)}"
         return _explain_difference(baseline, repeat, update, "the two runs start from different weights", (detail,))
@@ -64,10 +64,10 @@ def _compare_update(baseline: RunRecord, repeat: RunRecord, update: int) -> Verd
         return _explain_difference(baseline, repeat, update, reason, ())
     names = find_different_norms(ours, theirs)
     if names:
-        return _make_failure(
+        return _PROOF.report_failure(
             f"update {update}: gradients differ although the losses are equal",
-            [f"first differing gradient: {names[0]}"],
-            "an operation is not deterministic: set_seed(0, deterministic=True) names it",
+            details=[f"first differing gradient: {names[0]}"],
+            advice="an operation is not deterministic: set_seed(0, deterministic=True) names it",
         )
     our_values, their_values = (
         ours.parameter_hashes | ours.buffer_hashes,
@@ -106,42 +106,44 @@ def _explain_difference(
     """
     facts = baseline.rank0_facts
     blame = blame_repeat(baseline.trace(0, update), repeat.trace(0, update))
-    suspects = facts.get("suspects", {})
-    read_lines = {**facts.get("clock_lines", {}), **suspects.get("outside", {})}
+    suspects = facts.suspects
+    read_lines = {**facts.clock_lines, **suspects.get("outside", {})}
     nearest = sort_by_distance(read_lines, "" if blame is None else blame.line)
     clocks = [f"{name}() at {line}" for line, name in nearest]
     failure = _check_seeds(baseline, repeat, reason, details, clocks)
     if failure is not None:
         return failure
-    listing_lines = repeat.rank0_facts.get("reversed_listing_lines", [])
+    listing_lines = repeat.rank0_facts.reversed_listing_lines
     if listing_lines:
-        return _make_failure(
+        return _PROOF.report_failure(
             f"{reason}: they follow the order of a folder's files",
-            [*details, f"the second run got the files in reverse order, at {join_names(listing_lines, 3)}"],
-            "sort the names: sorted(os.listdir(folder))",
+            details=[*details, f"the second run got the files in reverse order, at {join_names(listing_lines, 3)}"],
+            advice="sort the names: sorted(os.listdir(folder))",
         )
     # If the samples themselves differ, the first call that differs is the one that reads them, which explains nothing.
     is_explained = blame is not None and not (blame.call == "input" and "samples" in reason)
     lines = [*details, explain_repeat(blame)] if blame is not None and is_explained else [*details]
     if clocks:
-        return _make_failure(
-            f"{reason}: the script reads the clock or another value from outside, {clocks[0]}", [*lines, *clocks[1:3]],
-            "let no result depend on the time: count steps instead",
-        )  # fmt: skip
-    draw_lines = {**facts.get("global_draw_lines", {}), **facts.get("draw_lines", {})}
+        return _PROOF.report_failure(
+            f"{reason}: the script reads the clock or another value from outside, {clocks[0]}",
+            details=[*lines, *clocks[1:3]],
+            advice="let no result depend on the time: count steps instead",
+        )
+    draw_lines = {**facts.global_draw_lines, **facts.draw_lines}
     draws = [f"random numbers are drawn by {name}() at {line}" for line, name in draw_lines.items()]
     if is_explained or draws:
-        return _make_failure(
-            reason, [*lines, *draws[:3]],
-            "look for what changes between runs at this line: a generator without seed, or a value from outside",
-        )  # fmt: skip
-    return _make_failure(
+        return _PROOF.report_failure(
+            reason,
+            details=[*lines, *draws[:3]],
+            advice="look for what changes between runs at this line: a generator without seed, or a value from outside",
+        )
+    return _PROOF.report_failure(
         f"{reason}: neither a seed, the clock nor a folder differs, so the order of a set or hash() is left",
-        [
+        details=[
             *lines,
             "the two runs had another PYTHONHASHSEED, which changes hash() of a string and the order of a set of strings",
         ],
-        "sort the set before it gives an order: sorted(words); use hashlib instead of hash()",
+        advice="sort the set before it gives an order: sorted(words); use hashlib instead of hash()",
     )
 
 
@@ -160,36 +162,38 @@ def _check_seeds(
         clocks: Reads of the clock, such as "time.time() at train.py:3".
     """
     facts = baseline.rank0_facts
-    their_seeds = repeat.rank0_facts.get("seed_lines", {})
-    seed_lines = [line for line, seed in facts.get("seed_lines", {}).items() if their_seeds.get(line, seed) != seed]
+    their_seeds = repeat.rank0_facts.seed_lines
+    seed_lines = [line for line, seed in facts.seed_lines.items() if their_seeds.get(line, seed) != seed]
     if seed_lines:
-        return _make_failure(
+        return _PROOF.report_failure(
             f"{reason}: the seed at {seed_lines[0]} is another one in each run",
-            [*details, *(f"the clock is read: {each}" for each in clocks[:2])],
-            "use a constant seed, such as set_seed(0)",
+            details=[*details, *(f"the clock is read: {each}" for each in clocks[:2])],
+            advice="use a constant seed, such as set_seed(0)",
         )
     libraries = _list_unseeded_libraries(baseline, repeat)
     if libraries:
         draws = [
             f"drawn by {name}() at {line}"
-            for line, name in facts.get("global_draw_lines", {}).items()
+            for line, name in facts.global_draw_lines.items()
             if name.split(".")[0] in libraries
         ]
         detail = f"the generator of {join_names(libraries, 3)} starts from another seed in each run"
-        return _make_failure(f"{reason}: no seed is set", [*details, detail, *draws[:3]], _SEED)
-    generators = [f"{name} at {line}" for line, name in facts.get("unseeded_lines", {}).items()]
+        return _PROOF.report_failure(f"{reason}: no seed is set", details=[*details, detail, *draws[:3]], advice=_SEED)
+    generators = [f"{name} at {line}" for line, name in facts.unseeded_lines.items()]
     if generators:
-        return _make_failure(
-            f"{reason}: {generators[0]} has no seed", [*details, *generators[1:3]],
-            "give the generator a seed, such as numpy.random.default_rng(0): set_seed() does not reach it",
-        )  # fmt: skip
+        return _PROOF.report_failure(
+            f"{reason}: {generators[0]} has no seed",
+            details=[*details, *generators[1:3]],
+            advice="give the generator a seed, such as numpy.random.default_rng(0): set_seed() does not reach it",
+        )
     # Generators that are created in workers, or by types of numpy, are only found in the source.
-    suspects = [f"{name}() at {line}" for line, name in facts.get("suspects", {}).get("unseeded", {}).items()]
+    suspects = [f"{name}() at {line}" for line, name in facts.suspects.get("unseeded", {}).items()]
     if suspects:
-        return _make_failure(
-            f"{reason}: {suspects[0]} has no seed", [*details, *suspects[1:3]],
-            "give the generator a seed that depends on the sample, such as numpy.random.default_rng(index)",
-        )  # fmt: skip
+        return _PROOF.report_failure(
+            f"{reason}: {suspects[0]} has no seed",
+            details=[*details, *suspects[1:3]],
+            advice="give the generator a seed that depends on the sample, such as numpy.random.default_rng(index)",
+        )
     return None
 
 
@@ -215,17 +219,13 @@ def _split_line(place: str) -> tuple[str, int]:
     return file, int(rest) if rest.isdigit() else 0
 
 
-def _make_failure(reason: str, details: list[str], advice: str) -> Verdict:
-    return Verdict(KEY, TITLE, "FAIL", reason, tuple(details), advice, "verify.md#a-run-repeats-itself")
-
-
 def _list_unseeded_libraries(baseline: RunRecord, repeat: RunRecord) -> list[str]:
     """Return the libraries whose random number generators had different states in the two runs when training began.
 
     The names are "torch", "random" and "numpy".
     """
-    ours = baseline.rank0_facts.get("generator_hashes", {})
-    theirs = repeat.rank0_facts.get("generator_hashes", {})
+    ours = baseline.rank0_facts.generator_hashes
+    theirs = repeat.rank0_facts.generator_hashes
     return [name for name in ours if ours[name] != theirs.get(name)]
 
 

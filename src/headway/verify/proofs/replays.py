@@ -5,62 +5,52 @@ from headway.verify.compare import find_first_difference
 from headway.verify.part_blame import blame_parts
 from headway.verify.record_types import LossEntry
 from headway.verify.records import RunRecord
-from headway.verify.verdict import RunSet, Verdict, describe_failure
+from headway.verify.verdict import Proof, RunSet, Verdict, describe_failure
 
-KEY, TITLE = "out_of_memory", "out of memory is harmless"
-PAGE = "microbatching.md"
+_PROOF = Proof("out_of_memory", title="out of memory is harmless", page="microbatching.md")
 
 
 def check_out_of_memory(runs: RunSet) -> Verdict:
     """Return the verdict on a run with one injected out-of-memory error, compared with a run without errors."""
     baseline, replayed = runs.baseline, runs.replayed
-    if not baseline.rank0_facts.get("replays_batches"):
-        return Verdict(
-            KEY,
-            TITLE,
-            "NOT CHECKED",
-            'the script does not use Accelerator(microbatching="auto"): it would end',
-            (),
-            "",
-            PAGE,
+    if not baseline.rank0_facts.replays_batches:
+        return _PROOF.report_unchecked(
+            'the script does not use Accelerator(microbatching="auto"): it would end', page=_PROOF.page
         )
     if replayed is None:
-        return Verdict(KEY, TITLE, "NOT CHECKED", "the run was not made")
-    if not replayed.rank0_facts.get("failed_backward"):
-        return Verdict(KEY, TITLE, "NOT CHECKED", "the injected failure did not happen in these updates")
+        return _PROOF.report_unchecked("the run was not made")
+    if not replayed.rank0_facts.failed_backward:
+        return _PROOF.report_unchecked("the injected failure did not happen in these updates")
     if not replayed.is_complete:
-        return Verdict(
-            KEY, TITLE, "FAIL", f"the run ends: {describe_failure(replayed)}", (),
-            "loop over accelerator.microbatches(batch), with forward and backward inside", PAGE,
-        )  # fmt: skip
-    if baseline.rank0_facts.get("batch_norms"):
-        return Verdict(
-            KEY, TITLE, "NOT CHECKED", "BatchNorm normalizes over the rows of a piece, so that pieces differ by design"
+        return _PROOF.report_failure(
+            f"the run ends: {describe_failure(replayed)}",
+            advice="loop over accelerator.microbatches(batch), with forward and backward inside",
         )
-    found, num_updates, largest = find_first_difference(baseline, replayed, runs.reordered)
-    if found is None:
-        return Verdict(
-            KEY,
-            TITLE,
-            "PASS",
-            f"a batch failed and was run again in pieces; {num_updates} updates agree up to {largest:.0e}",
+    if baseline.rank0_facts.batch_norms:
+        return _PROOF.report_unchecked("BatchNorm normalizes over the rows of a piece, so that pieces differ by design")
+    comparison = find_first_difference(baseline, replayed, runs.reordered)
+    run_difference = comparison.first_difference
+    if run_difference is None:
+        return _PROOF.report_pass(
+            f"a batch failed and was run again in pieces; {comparison.num_updates} updates agree up to {comparison.largest:.0e}"
         )
     if baseline.draws_random_numbers:
-        return Verdict(KEY, TITLE, "NOT CHECKED", "pieces draw other random numbers than the whole batch, by design")
+        return _PROOF.report_unchecked("pieces draw other random numbers than the whole batch, by design")
+    difference = run_difference.difference
     details = (
-        f"update {found.difference.update}: gradients differ by {found.difference.gradient:.2g} of their size",
-        f"first parameter: {found.first_parameter}",
+        f"update {difference.update}: gradients differ by {difference.gradient:.2g} of their size",
+        f"first parameter: {run_difference.first_parameter}",
     )
-    cause = _find_cause(baseline, replayed, found.difference.update)
+    cause = _find_cause(baseline, replayed, difference.update)
     if cause is not None:
         reason = f"the batch that ran in pieces gave another update: {cause.reason}"
-        return Verdict(KEY, TITLE, "FAIL", reason, details, cause.advice, cause.page)
-    return Verdict(
-        KEY, TITLE, "FAIL", "the batch that ran in pieces gave another update", details,
-        "the loss must be a mean over the rows of a piece, or get weight= (a number of tokens); keep state out of the loop "
+        return _PROOF.report_failure(reason, details=details, advice=cause.advice, page=cause.page)
+    return _PROOF.report_failure(
+        "the batch that ran in pieces gave another update",
+        details=details,
+        advice="the loss must be a mean over the rows of a piece, or get weight= (a number of tokens); keep state out of the loop "
         "over pieces",
-        PAGE,
-    )  # fmt: skip
+    )
 
 
 def _find_cause(baseline: RunRecord, replayed: RunRecord, update: int) -> Cause | None:
@@ -89,7 +79,7 @@ def _count_rows(loss: LossEntry) -> int:
 
     Parameters and buffers are left out.
     """
-    for call in loss["calls"]:
-        if call.get("shape") and not call.get("model_tensor"):
-            return call["shape"][0]
+    for call in loss.calls:
+        if call.shape and not call.model_tensor:
+            return call.shape[0]
     return 1

@@ -8,10 +8,9 @@ from typing import Any
 from headway.verify.record_types import LoaderEntry, SampleKey
 from headway.verify.records import RunRecord
 from headway.verify.sample_counts import count_samples
-from headway.verify.verdict import RunSet, Verdict, describe_failure
+from headway.verify.verdict import Proof, RunSet, Verdict, describe_failure
 
-KEY, TITLE = "samples", "every sample once"
-PAGE = "data.md"
+_PROOF = Proof("samples", title="every sample once", page="data.md")
 
 
 def check_samples(runs: RunSet) -> Verdict:
@@ -21,31 +20,30 @@ def check_samples(runs: RunSet) -> Verdict:
     if failure is not None:
         return failure
     if reference is None or several is None:
-        return Verdict(KEY, TITLE, "NOT CHECKED", "the script did not run on several processes")
+        return _PROOF.report_unchecked("the script did not run on several processes")
     if not several.rank0_updates and _is_data_error(several):
-        return Verdict(
-            KEY, TITLE, "FAIL", f"{several.num_processes} processes: {describe_failure(several)}", (),
-            "give every rank the same whole dataset, in the same order, and let prepare() share it out", PAGE,
-        )  # fmt: skip
+        return _PROOF.report_failure(
+            f"{several.num_processes} processes: {describe_failure(several)}",
+            advice="give every rank the same whole dataset, in the same order, and let prepare() share it out",
+        )
     if not several.rank0_updates:
-        return Verdict(KEY, TITLE, "NOT CHECKED", f"{several.num_processes} processes: {describe_failure(several)}")
-    if several.rank0_facts.get("indivisible_batch_size"):
-        return Verdict(KEY, TITLE, "NOT CHECKED", f"the batch size is not a multiple of {several.num_processes}")
+        return _PROOF.report_unchecked(f"{several.num_processes} processes: {describe_failure(several)}")
+    if several.rank0_facts.indivisible_batch_size:
+        return _PROOF.report_unchecked(f"the batch size is not a multiple of {several.num_processes}")
     updates = list_common_updates(reference, several)
     row_counts = _sum_counts(several, updates, "row_hashes")
     if not row_counts:
-        return Verdict(KEY, TITLE, "NOT CHECKED", "no batch with rows was seen: the loop reads no prepared loader")
+        return _PROOF.report_unchecked("no batch with rows was seen: the loop reads no prepared loader")
     num_samples = sum(row_counts.values())
     if have_equal_contents(reference, several, updates):
-        return Verdict(
-            KEY, TITLE, "PASS",
-            f"{num_samples} samples in {len(updates)} updates on {several.num_processes} processes are those of one process",
-        )  # fmt: skip
+        return _PROOF.report_pass(
+            f"{num_samples} samples in {len(updates)} updates on {several.num_processes} processes are those of one process"
+        )
     failure = _find_copies(several, updates)
     if failure is not None:
         return failure
     if _sum_counts(reference, updates, "row_hashes") == row_counts:
-        return Verdict(KEY, TITLE, "PASS", f"{num_samples} samples, in another order than on one process")
+        return _PROOF.report_pass(f"{num_samples} samples, in another order than on one process")
     return _explain_difference(reference, several, updates)
 
 
@@ -82,7 +80,7 @@ def _is_data_error(several: RunRecord) -> bool:
 
 def _get_loader(record: RunRecord, number: int) -> LoaderEntry | None:
     """Return what rank 0 has recorded about the prepared loader with this index, or None if it recorded nothing."""
-    return record.rank0_facts.get("loaders", {}).get(str(number))
+    return record.rank0_facts.loaders.get(str(number))
 
 
 def _find_restarts(baseline: RunRecord) -> Verdict | None:
@@ -96,11 +94,11 @@ def _find_restarts(baseline: RunRecord) -> Verdict | None:
     # A pass over a dataset of one batch always ends after this batch.
     if loader is None or loader["length"] < 2 * num_rows or len({batch["loader"] for batch in batches}) > 1:
         return None
-    return Verdict(
-        KEY, TITLE, "FAIL", f"each of {len(batches)} batches is the first of a new pass over the data", (
-            f"the {loader['dataset']} has {loader['length']} samples, and a pass ends after {num_rows}",
-        ), "make one iterator and keep it: next(iter(loader)) begins a new pass at each call", PAGE,
-    )  # fmt: skip
+    return _PROOF.report_failure(
+        f"each of {len(batches)} batches is the first of a new pass over the data",
+        details=(f"the {loader['dataset']} has {loader['length']} samples, and a pass ends after {num_rows}",),
+        advice="make one iterator and keep it: next(iter(loader)) begins a new pass at each call",
+    )
 
 
 def _find_repeating_workers(baseline: RunRecord) -> Verdict | None:
@@ -111,26 +109,40 @@ def _find_repeating_workers(baseline: RunRecord) -> Verdict | None:
     """
     updates = [baseline.rank0_updates[number] for number in sorted(baseline.rank0_updates)]
     batches = [batch for update in updates for batch in update.batches]
-    rows_by_loader: dict[int, list[list[str] | None]] = {}
+    batches_by_loader: dict[int, list[list[str] | None]] = {}  # row hashes of each batch
     for batch in batches:
         if batch.get("epoch", 0) == batches[0].get("epoch", 0):
-            rows_by_loader.setdefault(batch["loader"], []).append(batch.get("row_hashes"))
-    for number, rows in rows_by_loader.items():
+            batches_by_loader.setdefault(batch["loader"], []).append(batch.get("row_hashes"))
+    for number, row_hashes in batches_by_loader.items():
         loader = _get_loader(baseline, number)
-        workers = 0 if loader is None else loader["workers"]
-        if loader is None or workers < 2:
-            continue
-        rounds = [rows[start : start + workers] for start in range(0, len(rows) - workers + 1, workers)]
-        is_repeated = len(rounds) > 1 and all(each[0] and each == [each[0]] * workers for each in rounds)
-        # A dataset whose batches are all equal is no evidence.
-        if is_repeated and all(one[0] != following[0] for one, following in pairwise(rounds)):
+        if loader is not None and _is_repeated_by_workers(row_hashes, loader["workers"]):
+            workers = loader["workers"]
             at = f" (loader at {loader['line']})" if loader.get("line") else ""
-            return Verdict(
-                KEY, TITLE, "FAIL",
+            return _PROOF.report_failure(
                 f"each of {workers} workers yields the whole stream {loader['dataset']}, so every sample comes {workers} times{at}",
-                (), "let __iter__ yield only the worker's part, by torch.utils.data.get_worker_info(), or use num_workers=1", PAGE,
-            )  # fmt: skip
+                advice="let __iter__ yield only the worker's part, by torch.utils.data.get_worker_info(), or use num_workers=1",
+            )
     return None
+
+
+def _is_repeated_by_workers(batches: list[list[str] | None], num_workers: int) -> bool:
+    """Whether each batch of a loader occurs `num_workers` times in succession, once from each worker process.
+
+    Args:
+        batches: Row hashes of each batch, in the order of the loader. A batch without rows is None.
+        num_workers: Number of worker processes of the loader.
+    """
+    if num_workers < 2:
+        return False
+    num_rounds = len(batches) // num_workers
+    rounds = [batches[index * num_workers : (index + 1) * num_workers] for index in range(num_rounds)]
+    if len(rounds) < 2:
+        return False
+    for first, *others in rounds:
+        if not first or any(each != first for each in others):
+            return False
+    # A dataset whose batches are all equal is no evidence.
+    return all(one[0] != following[0] for one, following in pairwise(rounds))
 
 
 def _find_copies(several: RunRecord, updates: list[int]) -> Verdict | None:
@@ -142,7 +154,7 @@ def _find_copies(several: RunRecord, updates: list[int]) -> Verdict | None:
         several: Run on several processes.
         updates: Numbers of the updates that all ranks and the single-process run have made, in order.
     """
-    if len({facts["data_shard_index"] for facts in several.facts_by_rank}) < 2:
+    if len({facts.data_shard_index for facts in several.facts_by_rank}) < 2:
         return None
     update = updates[0]
     counts_by_rank = [
@@ -158,10 +170,11 @@ def _find_copies(several: RunRecord, updates: list[int]) -> Verdict | None:
         else "pass the DataLoader to accelerator.prepare(), which gives each rank its own part"
     )
     num_samples = sum(counts_by_rank[0].values())
-    return Verdict(
-        KEY, TITLE, "FAIL", f"update {update}: all {len(counts_by_rank)} ranks trained on the same {num_samples} samples",
-        () if is_prepared else ("the loop reads a DataLoader that was not prepared",), advice, PAGE,
-    )  # fmt: skip
+    return _PROOF.report_failure(
+        f"update {update}: all {len(counts_by_rank)} ranks trained on the same {num_samples} samples",
+        details=() if is_prepared else ("the loop reads a DataLoader that was not prepared",),
+        advice=advice,
+    )
 
 
 def _explain_difference(reference: RunRecord, several: RunRecord, updates: list[int]) -> Verdict:
@@ -214,12 +227,12 @@ def _explain_difference(reference: RunRecord, several: RunRecord, updates: list[
         cause = "the ranks share out the data otherwise than prepare() does"
         advice = "leave sharding by rank to prepare(): no DistributedSampler, no shard() or islice() by process_index"
     where = _describe_loader(reference, several, updates)
-    return Verdict(
-        KEY, TITLE, "FAIL",
+    return _PROOF.report_failure(
         f"{sum(missing.values())} samples are missing and {sum(extra.values())} are others or repeated, "
         f"of {sum(expected.values())} in {len(updates)} updates: {cause}{where}",
-        tuple(details), advice, PAGE,
-    )  # fmt: skip
+        details=tuple(details),
+        advice=advice,
+    )
 
 
 def _judge_contents(reference: RunRecord, several: RunRecord, updates: list[int]) -> Verdict:
@@ -233,21 +246,19 @@ def _judge_contents(reference: RunRecord, several: RunRecord, updates: list[int]
     reason = explain_other_contents(reference, several)
     if reason is not None:
         num_samples = sum(_sum_counts(several, updates, "indices").values())
-        return Verdict(
-            KEY, TITLE, "PASS", f"{num_samples} samples, recognized by index: their contents vary ({reason})"
-        )
-    return Verdict(
-        KEY, TITLE, "FAIL", "the same indices have other contents than on one process",
-        ("the dataset is not the same on every rank",),
-        "create the dataset from a seed that does not depend on the rank", PAGE,
-    )  # fmt: skip
+        return _PROOF.report_pass(f"{num_samples} samples, recognized by index: their contents vary ({reason})")
+    return _PROOF.report_failure(
+        "the same indices have other contents than on one process",
+        details=("the dataset is not the same on every rank",),
+        advice="create the dataset from a seed that does not depend on the rank",
+    )
 
 
 def _describe_loader(reference: RunRecord, several: RunRecord, updates: list[int]) -> str:
     """Return a phrase about the loader that the script reads, to append to a cause; "" if nothing is known about it."""
     if all(batch["loader"] < 0 for each in updates for batch in several.rank0_updates[each].batches):
         return ", in a loader that was not prepared"
-    loader = next(iter(reference.rank0_facts.get("loaders", {}).values()), None)
+    loader = next(iter(reference.rank0_facts.loaders.values()), None)
     return f" (loader at {loader['line']})" if loader is not None and loader.get("line") else ""
 
 
@@ -273,7 +284,7 @@ def explain_other_contents(reference: RunRecord, several: RunRecord) -> str | No
     generators = list_fetch_generators(reference, updates)
     if generators:
         return f"fetching draws random numbers from {', '.join(generators)}"
-    has_workers = any(each["workers"] for each in reference.rank0_facts.get("loaders", {}).values())
+    has_workers = any(each["workers"] for each in reference.rank0_facts.loaders.values())
     return "workers may draw random numbers" if has_workers else None
 
 
@@ -289,12 +300,12 @@ def list_fetch_generators(reference: RunRecord, updates: Iterable[int]) -> list[
 def _compare_lengths(reference: RunRecord, several: RunRecord) -> list[str]:
     """Return a line of text for each rank whose dataset has a different length than in the single-process run."""
     lines = []
-    for number, loader in reference.rank0_facts.get("loaders", {}).items():
+    for number, loader in reference.rank0_facts.loaders.items():
         for facts in several.facts_by_rank:
-            same_loader = facts.get("loaders", {}).get(number)
+            same_loader = facts.loaders.get(number)
             if same_loader is not None and same_loader["length"] != loader["length"]:
                 lines.append(
-                    f"the {loader['dataset']} has {same_loader['length']} samples on rank {facts['rank']}, "
+                    f"the {loader['dataset']} has {same_loader['length']} samples on rank {facts.rank}, "
                     f"and {loader['length']} on one process"
                 )
     return lines

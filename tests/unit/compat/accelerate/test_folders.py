@@ -88,8 +88,8 @@ def test_missing_weight_is_left_unchanged_without_strict(tmp_path):
     accelerator, other, _ = build_prepared(2)
     bias = other.state_dict()["last.bias"].clone()
     accelerator.load_state(str(tmp_path / "theirs"), strict=False)
-    wanted = {**model.state_dict(), "last.bias": bias}
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in wanted.items())
+    expected = {**model.state_dict(), "last.bias": bias}
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in expected.items())
 
 
 def test_staging_folder_of_a_killed_save_is_not_a_checkpoint(tmp_path):

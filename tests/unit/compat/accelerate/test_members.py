@@ -63,7 +63,7 @@ def test_scaler_is_updated_after_the_last_optimizer():
     assert model[1].weight.item() == pytest.approx(kept - 1.0, abs=1e-3)
 
 
-def test_contexts_without_effect_on_one_process(caplog):
+def test_contexts_do_nothing_on_one_process_but_check_their_arguments(caplog):
     accelerator = Accelerator(cpu=True)
     buffer = torch.ones(1)
     with accelerator.maybe_context_parallel(buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):

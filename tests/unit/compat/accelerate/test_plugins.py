@@ -14,7 +14,7 @@ from headway import Accelerator
 from headway.common import env
 from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from headway.core.config.compilation import TorchDynamoPlugin
-from headway.core.config.parallelism import LayoutRequest
+from headway.core.config.layout_request import LayoutRequest
 from headway.errors import ConfigError, UnsupportedError
 
 
@@ -58,7 +58,7 @@ def test_contradicting_settings_are_refused():
         headway.DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
 
 
-def test_sizes_of_parallelism():
+def test_parallelism_config_multiplies_its_sizes():
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=3, tp_size=2)
     assert (sizes.total_size, sizes.data_parallel_size, sizes.non_data_parallel_size) == (12, 6, 2)
     assert (sizes.dp_replicate_enabled, sizes.dp_shard_enabled, sizes.tp_enabled) == (True, True, True)
@@ -98,7 +98,7 @@ def test_axis_names_equal_accelerates(given):
 def test_device_mesh_needs_a_device_type():
     assert ParallelismConfig().build_device_mesh("cpu") is None
     assert ParallelismConfig(tp_size=2).device_mesh is None
-    with pytest.raises(ConfigError, match="say for which devices"):
+    with pytest.raises(ConfigError, match="the first call needs a device type"):
         ParallelismConfig(tp_size=2).get_device_mesh()
 
 

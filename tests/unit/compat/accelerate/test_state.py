@@ -67,7 +67,7 @@ def test_partial_state_destroys_the_runtime():
     assert not process.is_started()
 
 
-def test_accelerator_state():
+def test_accelerator_state_is_shared_with_the_accelerator():
     assert not is_initialized()
     assert AcceleratorState._shared_state == {}
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -88,7 +88,7 @@ def test_accelerator_state():
     assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
 
 
-def test_gradient_state_without_an_accelerator():
+def test_gradient_state_works_without_an_accelerator():
     alone = GradientState()
     assert not alone.initialized
     assert (alone.sync_gradients, alone.num_steps, alone.in_dataloader, alone.remainder) == (True, 1, False, -1)

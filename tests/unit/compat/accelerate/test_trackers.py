@@ -170,7 +170,7 @@ def test_tensorboard_tracker_by_hand_and_by_name(tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_tracker_with_a_table(tmp_path, monkeypatch):
+def test_wandb_tracker_logs_values_and_a_table(tmp_path, monkeypatch):
     from tests.unit.core.tracking.wandb_file import read_offline_run
 
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -186,7 +186,7 @@ def test_wandb_tracker_with_a_table(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_mlflow_tracker_with_variables_and_files(tmp_path, monkeypatch):
+def test_mlflow_tracker_reads_its_variables_and_logs_files(tmp_path, monkeypatch):
     import mlflow
 
     store = f"sqlite:///{tmp_path}/store.db"

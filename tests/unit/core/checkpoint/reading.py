@@ -17,12 +17,12 @@ def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator
         yield name, tensor if isinstance(tensor, torch.Tensor) else tensor.assemble()
 
 
-def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
+def read_shard(path: Path, expected: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
     """Return the named tensors of a safetensors file as views of the mapped file.
 
     Args:
         path: The file.
-        wanted: Name, dtype and shape of each tensor.
+        expected: Name, dtype and shape of each tensor.
     """
     stored, _ = map_safetensors(path)
-    return {name: get_view(stored, path, name, dtype, shape) for name, dtype, shape in wanted}
+    return {name: get_view(stored, path, name, dtype, shape) for name, dtype, shape in expected}

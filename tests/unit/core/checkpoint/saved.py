@@ -3,6 +3,7 @@
 import torch
 
 from headway.core.checkpoint.saving import writer
+from headway.core.checkpoint.saving.job import DiskShare, SaveJob, SavePolicy
 from headway.core.checkpoint.state import CollectedState
 
 TENSORS = {
@@ -14,12 +15,12 @@ TENSORS = {
 
 def make_job(folder, nonce="0" * 16, **more):
     """Return a save job for `checkpoint_1` in the folder, with `TENSORS`. Keyword arguments replace its parts."""
-    share = writer.DiskShare(**{name: more.pop(name) for name in ("part", "num_parts", "is_committer") if name in more})
+    share = DiskShare(**{name: more.pop(name) for name in ("part", "num_parts", "is_committer") if name in more})
     content = {"tensors": TENSORS, "aliases": {"model/0/tied": "model/0/a"}, "state": {"clock": [1]}}
     content = CollectedState(**{name: more.pop(name, value) for name, value in content.items()})
-    given = {"final": folder / "checkpoint_1", "nonce": nonce, "share": share, "policy": writer.SavePolicy(), "content": content,
+    given = {"final": folder / "checkpoint_1", "nonce": nonce, "share": share, "policy": SavePolicy(), "content": content,
              "about": {"num_updates": 7}}  # fmt: skip
-    return writer.SaveJob(**{**given, **more})
+    return SaveJob(**{**given, **more})
 
 
 def save(folder, **more):

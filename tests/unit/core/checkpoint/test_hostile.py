@@ -11,16 +11,10 @@ import torch
 from headway import Accelerator
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.format import manifest
+from headway.core.checkpoint.format.chunks import TensorChunk as Chunk
+from headway.core.checkpoint.format.entries import TensorEntry, WrittenFile
 from headway.core.checkpoint.format.foreign import explain_path, find_foreign_checkpoint, list_checkpoint_names
-from headway.core.checkpoint.format.manifest import (
-    MANIFEST,
-    Chunk,
-    Manifest,
-    TensorEntry,
-    WrittenFile,
-    _compute_digest,
-    read_manifest,
-)
+from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, _compute_digest, read_manifest
 from headway.core.checkpoint.format.tensors import hash_file, write_shards
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
 from headway.errors import CheckpointError

@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis.extra import numpy as npst
 
 from headway.core.checkpoint.format.arrays import read_values
-from headway.core.checkpoint.format.manifest import ITEM_BYTES, Manifest
+from headway.core.checkpoint.format.entries import ITEM_BYTES
+from headway.core.checkpoint.format.manifest import Manifest
 from headway.core.checkpoint.format.tensors import write_shards
 from headway.core.checkpoint.format.text import to_logical_name
 from headway.core.checkpoint.format.values import decode_value, encode_value
-from headway.core.weights.shards import find_dtype, get_raw_bytes, view_as_bits
+from headway.core.weights.tensor_bytes import find_dtype, get_raw_bytes, view_as_bits
 from headway.errors import CheckpointError
 from tests.unit.core.checkpoint.amount import EXAMPLES
 from tests.unit.core.checkpoint.reading import read_shard

@@ -8,12 +8,13 @@ import numpy
 import pytest
 import torch
 
+from headway.core.checkpoint.format.dense import copy_tensor
 from headway.core.checkpoint.format.manifest import Manifest
-from headway.core.checkpoint.format.tensors import copy_tensor
 from headway.core.checkpoint.loading.files import verify_checkpoint
-from headway.core.checkpoint.loading.restoring import describe_casts, find_misfits, match_models, restore_objects
+from headway.core.checkpoint.loading.misfits import describe_casts, find_misfits, match_models
+from headway.core.checkpoint.loading.restoring import restore_objects
 from headway.core.checkpoint.state import CollectedState, StatefulObjects, collect_state
-from headway.core.weights.shards import get_raw_bytes
+from headway.core.weights.tensor_bytes import get_raw_bytes
 from headway.errors import CheckpointError
 from tests.unit.core.checkpoint.reading import read_tensors
 from tests.unit.core.checkpoint.saved import save
@@ -78,7 +79,7 @@ def test_training_continues_bit_for_bit(kind, tmp_path):
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
     train(model, optimizer, scheduler)
     found = save_and_read(collect_state(collect_objects(model, optimizer, scheduler=[scheduler])), tmp_path)
-    wanted = train(model, optimizer, scheduler, seed=2)
+    expected = train(model, optimizer, scheduler, seed=2)
 
     other = build_model(seed=9)
     optimizer = MAKERS[kind](list(other.parameters()))
@@ -86,7 +87,7 @@ def test_training_continues_bit_for_bit(kind, tmp_path):
     into = collect_objects(other, optimizer, scheduler=[scheduler])
     assert find_misfits(into, found) == []
     restore_objects(into, found)
-    assert train(other, optimizer, scheduler, seed=2) == wanted
+    assert train(other, optimizer, scheduler, seed=2) == expected
     for mine, theirs in zip(model.state_dict().values(), other.state_dict().values()):
         assert torch.equal(mine, theirs)
 

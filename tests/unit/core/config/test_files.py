@@ -133,8 +133,8 @@ def test_unwritable_folder_is_reported(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[" * 50_000, "nested more than 16 levels deep"),
-        (b"a: " + b"{b: " * 50_000, "nested more than 16 levels deep"),
+        (b"[" * 50_000, "nest(ed more than 16 levels deep|ing depth)"),
+        (b"a: " + b"{b: " * 50_000, "nest(ed more than 16 levels deep|ing depth)"),
         (b"num_processes: &n [*n]", "uses the alias \\*n; write the value out"),
         (b"a: &a [x]\nb: &b [*a, *a]\n", "uses the alias \\*a"),
         (b"cpu: !!bool maybe", "is not valid YAML: 'maybe' is not a value of its kind"),
@@ -184,3 +184,9 @@ def test_device_pipe_and_long_file_are_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"the config file .*{name} {said}"):
             read_file_layer(str(tmp_path / name), {})
+
+
+@pytest.mark.parametrize("content", [b"timeout: 7\npatience: 6\n", b"patience: 6\ntimeout: 7\n"])
+def test_current_key_overrides_its_earlier_name(content):
+    setting = parse_config(content, "f")["timeout"]
+    assert (setting.value, setting.origin) == (7.0, "file: f key timeout")

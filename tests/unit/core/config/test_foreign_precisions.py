@@ -3,9 +3,9 @@
 import pytest
 
 from headway import Accelerator, TrainingArguments
-from headway.core.config.foreign_words import PRECISIONS, explain_precision
 from headway.core.config.launch import PRECISIONS as OWN
 from headway.core.config.launch import SETTINGS
+from headway.core.config.other_library_names import PRECISIONS, explain_precision
 from headway.core.config.values import check_file_value, parse_text
 from headway.errors import ConfigError
 

@@ -13,11 +13,12 @@ from headway import (
 )
 from headway.compat.accelerate.launching.layout_words import read_size
 from headway.compat.accelerate.plugins import get_parallelism_config
-from headway.core.config import layout_choice
+from headway.core.config import layout_after_loss
 from headway.core.config.engines import EngineOptions, collect_options
 from headway.core.config.layout_choice import WHOLE_MODEL_SIZE, RequestedLayout
+from headway.core.config.layout_request import LayoutRequest
 from headway.core.config.mesh import Layout, parse_layout
-from headway.core.config.parallelism import LayoutRequest, ShardingOptions
+from headway.core.config.parallelism import ShardingOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.layouts.deepspeed.plugin import DeepSpeedPlugin, read_launched_settings
 
@@ -206,7 +207,7 @@ def test_options_follow_the_same_rules_as_the_layout(launched):
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("given", "expected"),
     [
         ({}, ShardingOptions()),
         ({"reshard_after_forward": True}, ShardingOptions()),
@@ -223,8 +224,8 @@ def test_options_follow_the_same_rules_as_the_layout(launched):
         ({"mixed_precision_policy": {"reduce_dtype": "fp32"}}, ShardingOptions(reduce_dtype="float32")),
     ],
 )
-def test_fields_of_the_fsdp_plugin_become_options(given, wanted):
-    assert choose_layout(fsdp=FullyShardedDataParallelPlugin(**given)).options.sharding == wanted
+def test_fields_of_the_fsdp_plugin_become_options(given, expected):
+    assert choose_layout(fsdp=FullyShardedDataParallelPlugin(**given)).options.sharding == expected
 
 
 def test_no_wrap_refuses_class_names():
@@ -255,7 +256,7 @@ def test_options_for_another_layout_are_refused(launched):
     choose_layout()
 
 
-def test_activation_checkpointing(launched):
+def test_activation_checkpointing_of_plugin_launcher_and_script_is_merged(launched):
     plugin = FullyShardedDataParallelPlugin(
         activation_checkpointing=True, activation_checkpointing_offload=True, transformer_cls_names_to_wrap=["Block"]
     )
@@ -351,7 +352,7 @@ def test_options_can_be_a_handler_but_not_twice() -> None:
         resolve_request(ParallelismConfig(cp_size=8, cp_handler=TorchContextParallelConfig()), [handler])
 
 
-def test_keys_of_accelerates_files() -> None:
+def test_keys_of_accelerates_files_set_the_layout() -> None:
     found = LayoutRequest()
     for name, value in {
         "cp_size": 2,
@@ -374,7 +375,7 @@ def test_ranks_along_cp_read_the_same_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "num_launched", "left", "wanted"),
+    ("text", "num_launched", "left", "expected"),
     [
         ("ddp", 8, 7, Layout(replicate=7)), ("ddp=4", 4, 3, Layout(replicate=3)),
         ("fsdp", 8, 7, Layout(shard=7)), ("fsdp=8", 8, 6, Layout(shard=6)), ("zero3", 4, 3, Layout(shard=3)),
@@ -389,9 +390,9 @@ def test_ranks_along_cp_read_the_same_data() -> None:
         ("ddp=2+pp=4", 8, 6, Layout(shard=6)), ("fsdp+cp=2", 8, 6, Layout(shard=3, cp=2)), ("cp=2", 2, 1, Layout()),
     ],
 )  # fmt: skip
-def test_layout_fits_the_remaining_ranks(text, num_launched, left, wanted):
-    found = layout_choice.shrink_layout(parse_layout(text), num_launched, left)
-    assert found == wanted
+def test_layout_fits_the_remaining_ranks(text, num_launched, left, expected):
+    found = layout_after_loss.shrink_layout(parse_layout(text), num_launched, left)
+    assert found == expected
     assert found.num_ranks == left
 
 
@@ -400,7 +401,7 @@ def test_all_ranks_take_part_with_minimal_parts(text):
     num_launched = 32 if "ddp=" in text else 16
     whole = parse_layout(text).resolve(num_launched)
     for left in range(1, num_launched):
-        found = layout_choice.shrink_layout(parse_layout(text), num_launched, left)
+        found = layout_after_loss.shrink_layout(parse_layout(text), num_launched, left)
         assert found.num_ranks == left
         assert whole.tp % found.tp == 0
         parts = whole.shard * whole.tp
@@ -408,8 +409,8 @@ def test_all_ranks_take_part_with_minimal_parts(text):
 
 
 def test_hsdp_without_a_size_follows_the_remaining_machines():
-    assert layout_choice.shrink_layout(parse_layout("hsdp"), 12, 8, 4) == Layout(replicate=2, shard=4)
-    assert layout_choice.shrink_layout(parse_layout("hsdp"), 12, 4, 4) == Layout(shard=4)
+    assert layout_after_loss.shrink_layout(parse_layout("hsdp"), 12, 8, 4) == Layout(replicate=2, shard=4)
+    assert layout_after_loss.shrink_layout(parse_layout("hsdp"), 12, 4, 4) == Layout(shard=4)
 
 
 def test_only_a_run_that_has_lost_ranks_gets_another_layout(monkeypatch, caplog):

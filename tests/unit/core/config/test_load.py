@@ -62,6 +62,28 @@ def test_other_variables_are_ignored():
     )
 
 
+@pytest.mark.parametrize(("earlier", "current", "name"), [
+    ("HEADWAY_PATIENCE", "HEADWAY_TIMEOUT", "timeout"),
+    ("HEADWAY_MACHINE_PATIENCE", "HEADWAY_MACHINE_TIMEOUT", "machine_timeout"),
+])  # fmt: skip
+def test_current_variable_overrides_its_earlier_name(earlier, current, name):
+    assert read_environment_layer({earlier: "6", current: "7"})[name].value == 7.0
+
+
+def test_current_variable_overrides_an_earlier_name_that_sorts_after_it():
+    environment = {"HEADWAY_FSDP_ACTIVATION_CHECKPOINTING": "true", "HEADWAY_ACTIVATION_CHECKPOINTING": "false"}
+    setting = read_environment_layer(environment)["activation_checkpointing"]
+    assert (setting.value, setting.origin) == (False, "environment: HEADWAY_ACTIVATION_CHECKPOINTING")
+
+
+def test_abbreviated_variable_gets_all_completions():
+    with pytest.raises(
+        ConfigError,
+        match="did you mean HEADWAY_MAIN_PROCESS_IP or HEADWAY_MAIN_PROCESS_PORT",
+    ):
+        read_environment_layer({"HEADWAY_MAIN": "10.0.0.1"})
+
+
 def test_misspelled_variable_is_named():
     with pytest.raises(ConfigError, match="HEADWAY_NUM_PROCESES is not a setting; did you mean HEADWAY_NUM_PROCESSES"):
         read_environment_layer({"HEADWAY_NUM_PROCESES": "2"})
@@ -181,10 +203,10 @@ class TestRunSetting:
             )
 
     def test_code_against_the_command_line_names_both(self):
-        with _set_payload(TOLD), pytest.raises(ConfigError) as caught:
+        with _set_payload(TOLD), pytest.raises(ConfigError) as exc_info:
             resolve_run_setting("mixed_precision", "fp16", "no", code_origin=self.line)
-        assert f"{self.line} against --mixed_precision bf16 on the command line" in str(caught.value)
-        assert "--force" in str(caught.value)
+        assert f"{self.line} against --mixed_precision bf16 on the command line" in str(exc_info.value)
+        assert "--force" in str(exc_info.value)
 
     def test_force_lets_the_command_line_win(self):
         with _set_payload(TOLD, force=True):

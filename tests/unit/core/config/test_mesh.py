@@ -9,7 +9,7 @@ from headway.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "num_ranks", "wanted"),
+    ("text", "num_ranks", "expected"),
     [
         ("ddp", 4, Layout(replicate=4)),
         ("fsdp", 4, Layout(shard=4)),
@@ -20,9 +20,9 @@ from headway.errors import ConfigError
         ("ddp", 1, Layout()),
     ],
 )
-def test_layout_text_is_resolved(text, num_ranks, wanted):
-    assert parse_layout(text).resolve(num_ranks) == wanted
-    assert wanted.num_ranks == num_ranks
+def test_layout_text_is_resolved(text, num_ranks, expected):
+    assert parse_layout(text).resolve(num_ranks) == expected
+    assert expected.num_ranks == num_ranks
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_order_of_axes_and_number_of_data_shards():
     assert Layout(replicate=3).is_replicas_only
 
 
-def test_coordinates_and_groups_of_ranks():
+def test_ranks_have_coordinates_and_groups_in_the_mesh():
     layout = parse_layout("pp=2+ddp=2+fsdp=2+tp=2").resolve(16)
     assert layout.find_coordinates(0) == dict.fromkeys(("pp", "replicate", "shard", "ep", "cp", "tp"), 0)
     assert layout.find_coordinates(11) == {"pp": 1, "replicate": 0, "shard": 1, "ep": 0, "cp": 0, "tp": 1}
@@ -120,7 +120,7 @@ def test_groups_are_described():
     )
 
 
-def test_expert_parallelism():
+def test_experts_divide_the_data_ranks_into_groups():
     layout = parse_layout("fsdp+ep=2").resolve(8)
     assert (layout.num_data_shards, layout.num_shards, layout.describe()) == (8, 8, "4 shards x 2 groups of experts")
     assert layout.list_groups("ep")[0] == range(2)
@@ -137,7 +137,7 @@ def test_expert_parallelism():
     ]
 
 
-def test_expert_and_context_parallelism():
+def test_ranks_of_one_sequence_read_the_same_data_beside_experts():
     layout = parse_layout("fsdp=2+ep=2+cp=2").resolve(8)
     assert (layout.num_data_shards, layout.num_shards) == (4, 8)
     assert layout.list_groups("ep")[:2] == [range(2), range(2, 4)]

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.batch_reads import BatchReads
 from headway.core.data.build import prepare_loader
 from headway.core.data.loader import LoaderEvents
 
@@ -83,7 +84,7 @@ def prepare(
         config=DataLoaderConfiguration(**config),
         device=device,
         collectives=collectives,
-        events=LoaderEvents([] if active is None else active),
+        events=LoaderEvents(BatchReads(active_loaders=active)),
         seed=seed,
         rng_types=rng_types,
     )

@@ -74,6 +74,41 @@ def test_loader_with_its_own_iter_is_refused():
         prepare(Mine(Numbers(4)))
 
 
+class FiltersBatches(DataLoader):
+    """Changes batches in the main process on request, as torch_geometric's loaders with filter_per_worker=False."""
+
+    filter_per_worker = False
+
+    def _get_iterator(self):
+        iterator = super()._get_iterator()
+        return iterator if self.filter_per_worker else map(torch.neg, iterator)
+
+
+class ReplacesIterator(DataLoader):
+    def _get_iterator(self):
+        return iter([torch.tensor([7])])
+
+
+class AsksIterator(DataLoader):
+    def _get_iterator(self):
+        iterator = super()._get_iterator()
+        iterator._sampler_iter
+        return iterator
+
+
+@pytest.mark.parametrize("kind", [FiltersBatches, ReplacesIterator, AsksIterator])
+def test_loader_with_its_own_iterator_is_refused(kind):
+    with pytest.raises(DataError, match=rf"{kind.__name__} overrides DataLoader._get_iterator.*filter_per_worker=True"):
+        prepare(kind(Numbers(4), num_workers=1))
+
+
+def test_loader_whose_iterator_is_unchanged_is_accepted():
+    class InWorkers(FiltersBatches):
+        filter_per_worker = True
+
+    assert [batch.tolist() for batch in prepare(InWorkers(Numbers(4), batch_size=2))] == [[0, 1], [2, 3]]
+
+
 def test_subclass_with_its_own_collate_is_accepted():
     class Mine(DataLoader):
         def __init__(self, dataset):

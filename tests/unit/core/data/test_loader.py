@@ -295,11 +295,11 @@ def test_generator_of_a_sampler_or_stream_continues_after_a_break_and_a_resume(k
     read_rows(whole)
     next(iter(whole))
     state = json.loads(json.dumps(whole.checkpoint_state()))
-    wanted = [read_rows(whole), read_rows(whole)]
+    expected = [read_rows(whole), read_rows(whole)]
     resumed = build()
     resumed.load_state_dict(state)
-    assert [read_rows(resumed), read_rows(resumed)] == wanted
-    assert wanted[0] != wanted[1]
+    assert [read_rows(resumed), read_rows(resumed)] == expected
+    assert expected[0] != expected[1]
 
 
 class DrawnStream(IterableDataset):

@@ -7,7 +7,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from headway import Accelerator
 from headway.core.data.stalls import find_stall_limit
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 
 
 class Remote(Dataset[Any]):
@@ -21,7 +21,7 @@ class Remote(Dataset[Any]):
         return 6
 
     def __getitem__(self, index: int) -> int:
-        self.seen.append(pulse.get_own_pulse().read().timeout_extension)
+        self.seen.append(heartbeat_file.get_own_file().read().timeout_extension)
         return index
 
 
@@ -40,12 +40,12 @@ def test_hang_watch_is_lenient_only_while_a_batch_is_fetched() -> None:
     loader, plain = accelerator.prepare(DataLoader(remote, batch_size=2), DataLoader(other, batch_size=2))
     remote.seen.clear()
     for _ in loader:
-        assert pulse.get_own_pulse().read().timeout_extension == 0.0
+        assert heartbeat_file.get_own_file().read().timeout_extension == 0.0
     for _ in plain:
         pass
     assert remote.seen == [7.0] * 6
     assert set(other.seen) == {0.0}
-    assert pulse.get_own_pulse().read().timeout_extension == 0.0
+    assert heartbeat_file.get_own_file().read().timeout_extension == 0.0
     for _ in loader:
         break
-    assert pulse.get_own_pulse().read().timeout_extension == 0.0
+    assert heartbeat_file.get_own_file().read().timeout_extension == 0.0

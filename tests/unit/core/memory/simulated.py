@@ -54,7 +54,7 @@ class SimulatedAllocator:
     def free(self, size: int) -> None:
         """Put a block of this size into the cache."""
         self.used -= size
-        block = next((block for (wanted, block), count in self._larger.items() if count and wanted == size), size)
+        block = next((block for (expected, block), count in self._larger.items() if count and expected == size), size)
         self._larger[size, block] -= block > size
         self.cached[block] += 1
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import headway
 from headway import Accelerator, find_executable_batch_size
-from headway.core.memory.batch_size import FirstThatFits, LargestSize, list_divisors
+from headway.core.memory.size_search import FirstThatFits, LargestSize, list_divisors
 from headway.core.runtime import process
 from headway.errors import BatchSizeError, ConfigError
 
@@ -76,10 +76,10 @@ def test_custom_reduce_function():
 
 def test_size_zero_is_an_error_with_the_cause():
     inner, _ = make_function(0, starting_batch_size=4)
-    with pytest.raises(BatchSizeError, match=r"reached zero. inner ran out of memory .*\(4, 2, 1\)") as caught:
+    with pytest.raises(BatchSizeError, match=r"reached zero. inner ran out of memory .*\(4, 2, 1\)") as exc_info:
         inner()
-    assert isinstance(caught.value, RuntimeError)
-    assert isinstance(caught.value.__cause__, MemoryError)
+    assert isinstance(exc_info.value, RuntimeError)
+    assert isinstance(exc_info.value.__cause__, MemoryError)
 
 
 def test_other_errors_are_raised_at_once():
@@ -133,9 +133,9 @@ def test_final_call_draws_what_a_direct_call_draws(search):
         return number
 
     torch.manual_seed(0)
-    wanted = torch.rand(()).item()
+    expected = torch.rand(()).item()
     torch.manual_seed(0)
-    assert draw() == wanted
+    assert draw() == expected
 
 
 class Job:
@@ -414,7 +414,7 @@ def test_predicted_search_works_with_errors_alone():
     assert tried == [2, 4, 16, 15, 13, 9, 11, 12, 11]
 
 
-def test_predicted_search_for_small_sizes_and_none():
+def test_predicted_search_finds_small_sizes_and_reports_that_none_fits():
     inner, tried = make_function(3, starting_batch_size=4, search="predicted")
     assert (inner(), tried) == ((3,), [4, 3])
     inner, tried = make_function(1, starting_batch_size=100, search="predicted")

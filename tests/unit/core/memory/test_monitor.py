@@ -174,10 +174,10 @@ def test_progress_bar_shows_the_peak():
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes on exceptions came with Python 3.11")
 def test_out_of_memory_error_that_leaves_the_monitor_has_a_report():
     held = torch.zeros(8 * MIB)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as exc_info:
         with MemoryMonitor():
             torch.empty(1 << 50)
-    (note,) = caught.value.__notes__
+    (note,) = exc_info.value.__notes__
     assert "headway: memory ran out on cpu: " in note
     assert "`held` in test_out_of_memory_error" in note
     assert held.numel()

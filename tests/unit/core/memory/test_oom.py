@@ -207,6 +207,9 @@ def test_group_counts_if_every_member_does():
     assert is_out_of_memory(ExceptionGroup("both", [MemoryError(), RuntimeError("CUDA out of memory.")]))
     assert not is_out_of_memory(ExceptionGroup("one", [MemoryError(), ValueError("a mistake")]))
     assert is_out_of_memory(ExceptionGroup("nested", [ExceptionGroup("inner", [MemoryError()])]))
+    shared = MemoryError()
+    members = [chain_errors(RuntimeError(name), shared, cause=True) for name in ("a", "b")]
+    assert is_out_of_memory(ExceptionGroup("one cause", members))
 
 
 def test_frames_are_cleared_before_the_cache(monkeypatch):
@@ -305,6 +308,6 @@ print((max(resident[1:]) - resident[0]) // 2**20)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="needs RLIMIT_AS")
 def test_resident_memory_is_flat_over_twenty_real_failures():
-    done = subprocess.run([sys.executable, "-c", FLAT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 40, "memory of failed attempts, up to 400 MiB each, was not freed"
+    result = subprocess.run([sys.executable, "-c", FLAT], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 40, "memory of failed attempts, up to 400 MiB each, was not freed"

@@ -24,7 +24,7 @@ def build_curve(peaks: dict[int, tuple[float, float]]) -> RowCurve:
 @pytest.mark.parametrize(
     ("measured", "predicted"), [((3, 5), 8), ((2, 5), 8), ((2, 4), 9), ((5, 3, 7), 9), ((2, 4, 8), 9), ((5,), 8)]
 )
-def test_prediction_from_a_recorded_curve(measured: tuple[int, ...], predicted: int) -> None:
+def test_curve_predicts_the_largest_batch_from_measured_ones(measured: tuple[int, ...], predicted: int) -> None:
     assert build_curve({rows: GPT2[rows] for rows in measured}).predict_largest(16 - 1.93) == predicted
 
 
@@ -36,8 +36,8 @@ def test_line_is_continued_exactly(constant: int, slope: int, small: int, factor
     found = curve.predict_largest(available)
     assert found is not None
     if 8 * slope * large >= constant + slope * large:
-        wanted = max(0, (available - constant) // slope)
-        assert abs(found - wanted) <= 1e-6 * wanted + (available < constant + slope * large)
+        expected = max(0, (available - constant) // slope)
+        assert abs(found - expected) <= 1e-6 * expected + (available < constant + slope * large)
     elif found > large:
         assert constant + slope * found <= available, "the prediction must not be too large"
 

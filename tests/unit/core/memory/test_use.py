@@ -40,8 +40,8 @@ assert after.utilisation == after.utilization, after
 @pytest.mark.slow
 def test_use_of_the_host_is_that_of_this_process_and_its_children():
     # A new process, because memory of earlier tests can be freed at any moment.
-    ran = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
+    result = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 def test_every_device_is_listed():
@@ -120,7 +120,7 @@ def raise_refused(*_):
     raise Refused
 
 
-def test_summary_for_notebooks(nvml, capsys):
+def test_notebook_summary_prints_time_speed_and_gpu_memory(nvml, capsys):
     library = nvml()
     result = types.SimpleNamespace(metrics={"train_runtime": 63.279, "train_samples_per_second": 8.091, "epoch": 1.0})
     print_summary(result)

@@ -58,6 +58,21 @@ def test_autocast_can_be_disabled_by_its_options() -> None:
     assert accelerator.prepare(nn.Linear(2, 2))(torch.ones(1, 2)).dtype == torch.float32
 
 
+def test_autocast_uses_the_options_of_its_call() -> None:
+    """Also without options of the run, and where the run's options disable autocast."""
+    enabled = Accelerator(cpu=True, mixed_precision="bf16")
+    with enabled.autocast():
+        assert torch.is_autocast_cache_enabled()
+    with enabled.autocast(AutocastKwargs(cache_enabled=False)):
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()
+    disabled = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
+    with disabled.autocast(AutocastKwargs()):
+        assert torch.is_autocast_enabled("cpu")
+    with Accelerator(cpu=True).autocast(AutocastKwargs()):
+        assert not torch.is_autocast_enabled("cpu")
+
+
 def test_half_precision_loss_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(nn.Linear(2, 2))

@@ -44,8 +44,8 @@ def test_backend_without_streams_copies_synchronously(second_device, monkeypatch
     transport = make_transport(torch.device("meta"))
     assert isinstance(transport, HostTransport)
     assert "meta has no streams (Backend doesn't support create a new Stream.)" in caplog.text
-    home = torch.ones(3)
-    copy = transport.allocate(home)
+    source = torch.ones(3)
+    copy = transport.allocate(source)
     assert copy.is_meta
-    transport.finish_copy(copy, transport.start_copy(home, copy, transport.mark_progress()))
+    transport.finish_copy(copy, transport.start_copy(source, copy, transport.mark_progress()))
     assert transport.traffic.num_bytes == 12

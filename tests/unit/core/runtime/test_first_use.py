@@ -43,8 +43,8 @@ def test_torch_calls_the_function_at_its_first_use():
         "assert scope.get_or_create(d.FirstUse).place is None\n"
         "queued = [call for call, _ in torch.cuda._queued_calls]\nassert d.note_first_use in queued\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 def test_launch_reports_the_used_memory(monkeypatch, capsys, first_use):
@@ -54,6 +54,6 @@ def test_launch_reports_the_used_memory(monkeypatch, capsys, first_use):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 << 30)
     first_use.place = "line 3 of the cell In [2]: model.cuda()"
     notebook._report_used_memory()
-    told = capsys.readouterr().err
-    assert "since line 3 of the cell In [2]: model.cuda()" in told
-    assert "3.0 GiB less" in told
+    output = capsys.readouterr().err
+    assert "since line 3 of the cell In [2]: model.cuda()" in output
+    assert "3.0 GiB less" in output

@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d as engine
 import torch.distributed as dist
 
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime.flight_recorder import FlightRecorder, find_current_collectives, reset_recorders
 from headway.core.runtime.heartbeat import Heartbeat
 from headway.launch.watch.judge import diagnose_hang
@@ -149,7 +149,7 @@ def test_heartbeat_does_not_wait_for_events_that_block(process_group, monkeypatc
         return make_dump([make_entry(2, "all_reduce", age=9)], whole)
 
     monkeypatch.setattr(engine, "_dump_nccl_trace_json", dump_or_block, raising=False)
-    own, recorder = pulse.HeartbeatFile(), FlightRecorder()
+    own, recorder = heartbeat_file.HeartbeatFile(), FlightRecorder()
     beating = Heartbeat(own, recorder)
     try:
         deadline = time.monotonic() + 30
@@ -176,7 +176,9 @@ def test_diagnosis_names_the_rank_missing_from_a_device_collective():
         calls = find_current_collectives("nccl", entries, make_content(entries)["pg_status"], {"0": [0, 1]}, now)
         note = {"stack": [["/u/train.py", 7 + rank, "main"]], "still": now - 30, "torch": calls}
         views.append(
-            make_view(rank, pulse.PulseReading(pid=9, num_beats=5, last_beat=now, note=note, note_time=now), now)
+            make_view(
+                rank, heartbeat_file.HeartbeatReading(pid=9, num_beats=5, last_beat=now, note=note, note_time=now), now
+            )
         )
     verdict = diagnose_hang(views, 10.0)
     assert verdict is not None

@@ -13,7 +13,7 @@ from headway.core.runtime import group, process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.core.runtime.ending import ProcessExit, is_uncaught
-from headway.core.strategies.ddp import check_communication_hook
+from headway.core.strategies.ddp_hooks import check_communication_hook
 from headway.errors import ConfigError, UnsupportedError
 
 CUDA = torch.device("cuda", 1)

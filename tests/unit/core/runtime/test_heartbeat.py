@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime.flight_recorder import FlightRecorder
 from headway.core.runtime.heartbeat import ENDED, Heartbeat
 
@@ -23,12 +23,12 @@ def run_code(body, path, **more):
 def path(tmp_path):
     """Path of an empty heartbeat file."""
     found = tmp_path / "rank0.pulse"
-    pulse.create_pulse(found)
+    heartbeat_file.create_file(found)
     return found
 
 
 def test_heartbeat_records_the_stack_of_the_main_thread():
-    own = pulse.HeartbeatFile()
+    own = heartbeat_file.HeartbeatFile()
     beating = Heartbeat(own, FlightRecorder())
     done = threading.Event()
 
@@ -52,7 +52,7 @@ def test_end_of_the_program_is_recorded_without_a_crash(path):
     )
     ran = run_code(body, path)
     assert (ran.returncode, ran.stderr) == (3, "")
-    found = pulse.HeartbeatFile(path, is_writer=False).read()
+    found = heartbeat_file.HeartbeatFile(path, is_writer=False).read()
     assert found.phase == ENDED
     assert found.num_beats > 3
 
@@ -61,21 +61,21 @@ def test_end_of_the_program_is_recorded_without_a_crash(path):
 def test_forks_during_heartbeats_do_not_write(path):
     body = """
 import os, time
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime import heartbeat
 heartbeat.INTERVAL = 0.0001
 heartbeat.start_heartbeat()
 for _ in range(30):
     child = os.fork()
     if child == 0:
-        pulse.get_own_pulse().note_progress(99, 99)  # not the rank's
+        heartbeat_file.get_own_file().note_progress(99, 99)  # not the rank's
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 print("done")
 """
     ran = run_code(body, path)
     assert ran.stdout == "done\n", ran.stderr
-    assert pulse.HeartbeatFile(path, is_writer=False).read().update == 0
+    assert heartbeat_file.HeartbeatFile(path, is_writer=False).read().update == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -83,11 +83,11 @@ def test_forked_worker_ends_without_waiting(path):
     """A data loader's worker ends like any Python process, although the recorder's lock was held during the fork."""
     body = """
 import os, signal, threading
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime.heartbeat import Heartbeat
 from headway.core.runtime.heartbeat import FlightRecorder
 recorder = FlightRecorder()
-Heartbeat(pulse.get_own_pulse(), recorder).start()
+Heartbeat(heartbeat_file.get_own_file(), recorder).start()
 with recorder._is_requested._cond:
     child = os.fork()
     if child == 0:
@@ -95,7 +95,7 @@ with recorder._is_requested._cond:
         threading._shutdown()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-print(repr(pulse.get_own_pulse().read().phase))
+print(repr(heartbeat_file.get_own_file().read().phase))
 """
     ran = run_code(body, path)
     assert ran.stdout == "''\n", ran.stderr
@@ -111,7 +111,7 @@ def test_stack_is_dumped_while_c_code_holds_the_interpreter(path):
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "HEADWAY_PULSE": str(path)})
     try:
         stacks, deadline = path.with_name(path.name + ".stacks"), time.monotonic() + 30
-        reader = pulse.HeartbeatFile(path, is_writer=False)
+        reader = heartbeat_file.HeartbeatFile(path, is_writer=False)
         while not reader.read().note.get("live") and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)

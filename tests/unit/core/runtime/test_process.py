@@ -85,7 +85,7 @@ def test_cpu_supports_all_queries():
     assert isinstance(cpu.supports_bf16(), bool)
 
 
-def test_ledger_numbers_collectives_with_the_callers_line():
+def test_ledger_records_the_number_and_caller_of_each_collective():
     ledger = CollectiveLedger()
     entries = [ledger.record_entry(name) for name in ("a", "b", "c")]
     assert [(entry.sequence, entry.operation) for entry in entries] == [(1, "a"), (2, "b"), (3, "c")]

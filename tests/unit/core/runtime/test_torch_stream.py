@@ -39,8 +39,8 @@ print("read")
 @pytest.mark.slow
 def test_threads_that_read_at_once_do_not_deadlock() -> None:
     """torch's own functions deadlock in this test."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "read\n", done.stderr
+    result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
+    assert result.stdout == "read\n", result.stderr
 
 
 @pytest.mark.slow
@@ -56,5 +56,5 @@ with seed._TORCH_RNG_LOCK:
         os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "7\n", done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "7\n", result.stderr

@@ -9,7 +9,7 @@ from headway.core.config.torch_kwargs import DDPCommunicationHookType, Distribut
 from headway.core.data.sampling.shard import ShardIndex
 from headway.core.precision.mixed import Precision
 from headway.core.strategies.base import Capabilities, SingleStrategy
-from headway.core.strategies.ddp import _make_parameter_error
+from headway.core.strategies.ddp_errors import make_parameter_error
 from headway.errors import ConfigError, StateError, UnsupportedError
 
 
@@ -93,14 +93,14 @@ def test_unused_parameters_are_named() -> None:
     text = ("Expected to have finished reduction in the prior iteration before starting a new one. "
             "Parameter indices which did not receive grad for rank 1: 2 3\n")  # fmt: skip
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    error = _make_parameter_error(RuntimeError(text), model, trained, False)
+    error = make_parameter_error(RuntimeError(text), model, trained, False)
     assert isinstance(error, UnsupportedError)
     assert "of Sequential took no part in the last loss: 2.weight, 2.bias. " in str(error)
-    assert "find_unused_parameters=True)]. If another loss" in str(error)
-    error = _make_parameter_error(RuntimeError(text), model, trained, True)
+    assert "find_unused_parameters=True)] (Trainer: ddp_find_unused_parameters=True). If another loss" in str(error)
+    error = make_parameter_error(RuntimeError(text), model, trained, True)
     assert "find_unused_parameters=True does not help here" in str(error)
-    assert _make_parameter_error(RuntimeError("something else"), model, trained, False) is None
+    assert make_parameter_error(RuntimeError("something else"), model, trained, False) is None
     model[1].requires_grad_(False)  # frozen after DDP was created, so indices count it still
-    error = _make_parameter_error(RuntimeError(text.replace("2 3", "0 1")), model, trained, False)
+    error = make_parameter_error(RuntimeError(text.replace("2 3", "0 1")), model, trained, False)
     assert isinstance(error, StateError)
     assert "2 parameters of Sequential (1.weight, 1.bias) were frozen after prepare()" in str(error)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from PIL import Image
 
 from headway import GeneralTracker, on_main_process
 from headway.core.tracking import guarded
@@ -65,6 +66,29 @@ def test_default_step_is_the_number_of_updates():
     assert [step for _, step, _ in own.list_calls("log")] == [2, 4]
 
 
+def test_log_kwargs_that_repeat_an_argument_are_a_failure_of_the_tracker():
+    own = OwnTracker()
+    accelerator = build_accelerator(own)
+    accelerator.init_trackers("p")
+    Path("weights.bin").write_text("w")
+    accelerator.log_artifact("weights.bin", log_kwargs={own.name: {"name": "again"}})
+    accelerator.log({"loss": 1.0}, log_kwargs={own.name: {"values": {}}})
+    assert [name for name, _ in list_events()] == ["tracker_failed"]
+
+
+def test_images_whose_names_differ_in_replaced_characters_have_files_of_their_own():
+    accelerator = build_accelerator()
+    accelerator.init_trackers("p")
+    accelerator.log_images(
+        {"eval/x": numpy.full((2, 2), 0, "uint8"), "eval_x": numpy.full((2, 2), 255, "uint8")}, step=4
+    )
+    accelerator.log_images({"eval_x": numpy.full((2, 2), 7, "uint8"), "eval/x": numpy.full((2, 2), 8, "uint8")}, step=5)
+    accelerator.end_training()
+    media = read_run("run/p").media
+    values = {(medium.name, medium.step): numpy.asarray(Image.open(medium.path))[0, 0] for medium in media}
+    assert values == {("eval/x", 4): 0, ("eval_x", 4): 255, ("eval_x", 5): 7, ("eval/x", 5): 8}
+
+
 def test_images_and_artifacts_are_written_into_the_folder():
     own = OwnTracker()
     accelerator = build_accelerator(own)
@@ -116,7 +140,7 @@ def test_values_that_the_log_cannot_store_reach_trackers_and_never_end_the_run(c
 def test_without_trackers_any_value_can_be_logged():
     accelerator = build_accelerator(folder=None)
     for values in ({"loss": [1.0]}, {"loss": torch.zeros(4)}, 3, None):
-        accelerator.log(values)
+        accelerator.log(values)  # raises nothing, as a script's logging must also work while tracking is off
 
 
 @dataclass
@@ -226,8 +250,8 @@ def test_failing_tracker_is_named_once_and_dropped_after_three_failures(caplog):
     with caplog.at_level(logging.WARNING):
         for step in range(6):
             accelerator.log({"loss": 1.0}, step=step)
-    told = [record.message.partition(" (")[0] for record in caplog.records]
-    assert told == [
+    messages = [record.message.partition(" (")[0] for record in caplog.records]
+    assert messages == [
         "the tracker own failed: ValueError: the server is gone in log(); training goes on",
         "the tracker own is used no more: ValueError: the server is gone in log(); training goes on",
     ]
@@ -305,8 +329,8 @@ def test_details_of_an_event_can_have_any_name():
 
 
 def test_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
-    monkeypatch.setattr(feeding, "SLOW_FINISH", 0.01)
-    monkeypatch.setattr(guarded, "SLOW_CALL", -1.0)
+    monkeypatch.setattr(feeding, "SLOW_FINISH_SECONDS", 0.01)
+    monkeypatch.setattr(guarded, "SLOW_CALL_SECONDS", -1.0)
 
     class Slow(OwnTracker):
         def finish(self):
@@ -384,3 +408,31 @@ def test_none_values_are_left_out(tmp_path):
     assert {name: [point[::2] for point in points] for name, points in run.values.items()} == {
         "loss": [(2, 2.0)], "norm": [(2, 0.5)],
     }  # fmt: skip
+
+
+def test_arguments_for_unknown_trackers_cause_one_warning(caplog):
+    tracker = OwnTracker()
+    accelerator = build_accelerator(tracker)
+    accelerator.init_trackers("p", init_kwargs={"own": {}, "wandb": {"tags": ["a"]}, "tensorbord": {}, "entity": "me"})
+    for _ in range(2):
+        accelerator.log({"loss": 1.0}, log_kwargs={"own": {}, "mlflow": {}, "onw": {"group": "a"}})
+    accelerator.log_images({"a": torch.zeros(2, 2)}, log_kwargs={"comet": {}})
+    accelerator.end_training()
+    warnings = [
+        record.getMessage() for record in caplog.records if "is not the name of a tracker" in record.getMessage()
+    ]
+    assert len(warnings) == 4
+    assert "init_kwargs has no effect for 'tensorbord'" in warnings[0]
+    assert "did you mean 'tensorboard'?" in warnings[0]
+    assert "init_kwargs has no effect for 'entity'" in warnings[1]
+    assert "log_kwargs has no effect for 'onw'" in warnings[2]
+    assert "did you mean 'comet_ml'?" in warnings[3]
+
+
+def test_fraction_of_a_step_causes_one_warning(caplog):
+    accelerator = build_accelerator(OwnTracker())
+    accelerator.init_trackers("p")
+    for step in (1.0, torch.tensor(2), numpy.int64(3), 4.5, 5.5):
+        accelerator.log({"loss": 1.0}, step=step)
+    assert len([record for record in caplog.records if "step that is not a whole number" in record.getMessage()]) == 1
+    accelerator.end_training()

@@ -62,7 +62,7 @@ def test_missing_package_is_named_with_its_install_command(name):
         Accelerator(cpu=True, log_with=name, project_config=ProjectConfiguration("run"))
 
 
-def test_comet(tmp_path, caplog):
+def test_comet_receives_all_values_and_continues_the_run(tmp_path, caplog):
     pytest.importorskip("comet_ml", reason="comet_ml is not installed")
     with caplog.at_level(logging.INFO, "headway"):
         accelerator = start("comet_ml")
@@ -92,7 +92,7 @@ def test_comet(tmp_path, caplog):
     assert any("vocabulary.txt" in name for name in names)
 
 
-def test_aim(tmp_path):
+def test_aim_receives_all_values_and_continues_the_run(tmp_path):
     aim = pytest.importorskip("aim", reason="aim is not installed")
     from aim.storage.context import Context
 
@@ -119,7 +119,7 @@ def test_aim(tmp_path):
     read.close()
 
 
-def test_clearml(monkeypatch, tmp_path, caplog):
+def test_clearml_receives_all_values(monkeypatch, tmp_path, caplog):
     clearml = pytest.importorskip("clearml", reason="clearml is not installed")
     monkeypatch.setattr(sys, "argv", ["train.py"])  # Task.init reads the command line
     quiet = {"auto_connect_frameworks": False, "auto_resource_monitoring": False, "auto_connect_streams": False}
@@ -154,7 +154,7 @@ def test_clearml(monkeypatch, tmp_path, caplog):
     own.close()
 
 
-def test_dvclive(tmp_path):
+def test_dvclive_receives_all_values_and_continues_the_run(tmp_path):
     pytest.importorskip("dvclive", reason="dvclive is not installed")
     accelerator = start("dvclive", save_dvc_exp=False)
     assert accelerator.get_tracker("dvclive").live is accelerator.get_tracker("dvclive", unwrap=True)
@@ -196,7 +196,7 @@ def read_swanlab_records(folder):
     return b"\n".join(iter(reader.scan, None))
 
 
-def test_swanlab(tmp_path, caplog):
+def test_swanlab_receives_all_values(tmp_path, caplog):
     pytest.importorskip("swanlab", reason="swanlab is not installed")
     with caplog.at_level(logging.INFO, "headway"):
         accelerator = start("swanlab", "team/p")
@@ -221,7 +221,7 @@ def test_swanlab(tmp_path, caplog):
     assert {path.name for path in folder.rglob("*")} >= {"weights.bin", "vocabulary.txt"}
 
 
-def test_trackio(monkeypatch, tmp_path):
+def test_trackio_receives_all_values_and_continues_the_run(monkeypatch, tmp_path):
     pytest.importorskip("trackio", reason="trackio is not installed")
     from trackio import utils
     from trackio.sqlite_storage import SQLiteStorage
@@ -277,7 +277,7 @@ def use_directly(kind, *args, **kwargs):
 EXPECTED = [(1, 1.0), (2, 0.5)]
 
 
-def test_comet_tracker_used_directly(tmp_path):
+def test_comet_tracker_works_without_an_accelerator(tmp_path):
     comet_ml = pytest.importorskip("comet_ml", reason="comet_ml is not installed")
     from headway.compat.accelerate.trackers import CometMLTracker
 
@@ -286,7 +286,7 @@ def test_comet_tracker_used_directly(tmp_path):
     assert read_comet(tmp_path / "files") == EXPECTED
 
 
-def test_aim_tracker_used_directly(tmp_path):
+def test_aim_tracker_works_without_an_accelerator(tmp_path):
     aim = pytest.importorskip("aim", reason="aim is not installed")
     from aim.storage.context import Context
 
@@ -303,7 +303,7 @@ def test_aim_tracker_used_directly(tmp_path):
     read.close()
 
 
-def test_clearml_tracker_used_directly(monkeypatch):
+def test_clearml_tracker_works_without_an_accelerator(monkeypatch):
     pytest.importorskip("clearml", reason="clearml is not installed")
     from headway.compat.accelerate.trackers import ClearMLTracker
 
@@ -318,7 +318,7 @@ def test_clearml_tracker_used_directly(monkeypatch):
     assert [each["type"] for each in told if each["metric"] == "table"] == ["plot"]
 
 
-def test_dvclive_tracker_used_directly(tmp_path):
+def test_dvclive_tracker_works_without_an_accelerator(tmp_path):
     pytest.importorskip("dvclive", reason="dvclive is not installed")
     from headway.compat.accelerate.trackers import DVCLiveTracker
 
@@ -326,7 +326,7 @@ def test_dvclive_tracker_used_directly(tmp_path):
     assert read_dvclive(tmp_path / "live") == EXPECTED
 
 
-def test_swanlab_tracker_used_directly(tmp_path):
+def test_swanlab_tracker_works_without_an_accelerator(tmp_path):
     pytest.importorskip("swanlab", reason="swanlab is not installed")
     from headway.compat.accelerate.trackers import SwanLabTracker
 
@@ -338,7 +338,7 @@ def test_swanlab_tracker_used_directly(tmp_path):
     assert told.count(b"loss") >= 2
 
 
-def test_trackio_tracker_used_directly():
+def test_trackio_tracker_works_without_an_accelerator():
     pytest.importorskip("trackio", reason="trackio is not installed")
     from trackio.sqlite_storage import SQLiteStorage
 

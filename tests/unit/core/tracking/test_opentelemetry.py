@@ -183,8 +183,8 @@ accelerator.init_trackers("p")
 accelerator.log({"loss": 1.0}, step=1)
 raise SystemExit(3)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 3, ran.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 3, result.stderr
     deadline = time.monotonic() + 60
     while not collector.metrics:
         assert time.monotonic() < deadline

@@ -7,12 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from headway.core.tracking.pictures import convert_images, make_file_name, number_images, write_png
+from headway.core.tracking.pictures import ImageFileNames, convert_images, number_images, write_png
 from headway.errors import TrackingError
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted"),
+    ("shape", "expected"),
     [
         ((5, 4), [(5, 4, 1)]), ((5, 4, 3), [(5, 4, 3)]), ((3, 5, 6), [(5, 6, 3)]), ((1, 5, 6), [(5, 6, 1)]),
         ((2, 3, 5, 6), [(5, 6, 3)] * 2), ((2, 5, 6, 4), [(5, 6, 4)] * 2), ((3, 5, 3), [(3, 5, 3)]),
@@ -20,9 +20,9 @@ from headway.errors import TrackingError
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_every_usual_layout_becomes_height_width_channels(shape, wanted, kind):
+def test_every_usual_layout_becomes_height_width_channels(shape, expected, kind):
     given = torch.rand(shape) if kind == "torch" else numpy.random.default_rng(0).random(shape)
-    assert [picture.shape for picture in convert_images(given, "a")] == wanted
+    assert [picture.shape for picture in convert_images(given, "a")] == expected
 
 
 def test_values_become_bytes():
@@ -35,6 +35,24 @@ def test_values_become_bytes():
         (5, 4, 3),
         (2, 2, 1),
     ]
+
+
+@pytest.mark.parametrize(
+    "values", [torch.randn(3, 9, 9), torch.rand(3, 9, 9) * 255, [[0.5, numpy.nan]], [[0, 256]], [[-1, 9]]]
+)
+def test_one_warning_for_values_that_are_clipped(values, caplog):
+    name = f"clipped {values}"
+    for _ in range(2):
+        convert_images(numpy.asarray(values), name)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "shows other colors than those of 'clipped" in warning
+    assert "floats must be from 0 to 1 and integers from 0 to 255" in warning
+
+
+def test_no_warning_for_rounded_values(caplog):
+    for values in (torch.tensor([[0.0, 1.004]]).bfloat16(), numpy.array([[0, 255]]), numpy.zeros((2, 2), bool)):
+        convert_images(values, "rounded")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -56,8 +74,9 @@ def test_other_programs_read_the_files(tmp_path, channels):
 
 
 def test_file_names_are_valid():
-    assert make_file_name("eval/../über 1", "", 12) == "eval_.._über_1-00000012.png"
-    assert make_file_name("..", "/1", None) == "image-1.png"
+    names = ImageFileNames()
+    assert names.choose("eval/../über 1", "", 12) == "eval_.._über_1-00000012.png"
+    assert names.choose("..", "/1", None) == "image-1.png"
 
 
 def test_several_images_with_one_name_are_numbered():

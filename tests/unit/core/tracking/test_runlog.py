@@ -34,6 +34,16 @@ def reopen(log):
     return opened
 
 
+def test_details_of_an_event_may_be_called_name_and_step(tmp_path):
+    log = RunLog(tmp_path)
+    log.write_start("digits")
+    log.write_event("spike", 3, name="loss", step=2)
+    log.close()
+    assert [(each.name, each.step, each.details) for each in read_run(tmp_path).events] == [
+        ("spike", 3, {"name": "loss", "step": 2})
+    ]
+
+
 def test_everything_written_is_read_back(tmp_path):
     log = RunLog(tmp_path)
     config = {"lr": 0.1, "sizes": (1, 2), "path": tmp_path, "kind": int, "deep": {"x": math.nan}}

@@ -27,13 +27,17 @@ class Plug(Tracker):
 @pytest.fixture
 def plugged(monkeypatch):
     """Install an entry point for the tracker "plug"."""
-    entry = EntryPoint("plug", f"{__name__}:Plug", selection.GROUP)
-    monkeypatch.setattr(selection, "entry_points", lambda group: [entry] if group == selection.GROUP else [])
+    entry = EntryPoint("plug", f"{__name__}:Plug", selection.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(
+        selection, "entry_points", lambda group: [entry] if group == selection.ENTRY_POINT_GROUP else []
+    )
 
 
 def test_entry_point_with_capital_letters_is_selected(monkeypatch):
-    entry = EntryPoint("PlugIn", f"{__name__}:Plug", selection.GROUP)
-    monkeypatch.setattr(selection, "entry_points", lambda group: [entry] if group == selection.GROUP else [])
+    entry = EntryPoint("PlugIn", f"{__name__}:Plug", selection.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(
+        selection, "entry_points", lambda group: [entry] if group == selection.ENTRY_POINT_GROUP else []
+    )
     assert list_names("PlugIn") == list_names("plugin") == ["PlugIn"]
 
 

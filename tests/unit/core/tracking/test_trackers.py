@@ -52,7 +52,7 @@ def read_events(folder):
     return read
 
 
-def test_tensorboard():
+def test_tensorboard_receives_all_values():
     accelerator = start("tensorboard")
     log_everything(accelerator)
     tracker = accelerator.get_tracker("tensorboard")
@@ -126,7 +126,7 @@ def test_wandb_writes_offline_if_the_server_is_unreachable(monkeypatch, caplog):
 
 
 @pytest.mark.slow
-def test_mlflow(tmp_path):
+def test_mlflow_receives_all_values_and_continues_the_run(tmp_path):
     from mlflow import MlflowClient
 
     store = f"sqlite:///{tmp_path}/store.db"

@@ -1,6 +1,7 @@
 """Test windows on one process: the gradient of an update equals that of the whole batch, however it was split."""
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from headway import Accelerator
 from headway.core.config.run import GradientAccumulationPlugin
-from headway.core.training.windows import ConstantDivision
+from headway.core.training.loss_policy import ConstantDivision
 from headway.errors import ConfigError, LossError
 
 
@@ -42,9 +43,9 @@ def copy_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted):
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -307,7 +308,86 @@ def test_window_of_weight_0_makes_no_update() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_loss_divided_by_the_script_outside_accumulate() -> None:
+def list_warnings_of_weight(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in map(logging.LogRecord.getMessage, caplog.records) if "total loss weight of 0" in text]
+
+
+def run_windows(accelerator: Accelerator, weights: list[int]) -> torch.optim.Optimizer:
+    """Run one window, of one micro-batch, for each weight. A loss of weight 0 is NaN."""
+    model = build_net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for weight in weights:
+        with accelerator.accumulate(model):
+            loss = model(make_data(2)[0])
+            accelerator.backward(loss.mean() if weight else loss[:0].mean(), weight=weight)
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizer
+
+
+def test_one_warning_if_the_first_windows_have_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    run_windows(accelerator, [0, 0, 0, 0])
+    assert accelerator.num_updates == 0
+    assert accelerator.clock.num_without_weight == 4
+    (text,) = list_warnings_of_weight(caplog)
+    assert text.startswith(
+        "the last 2 accumulation windows had a total loss weight of 0 on all ranks, so they made no update"
+    )
+
+
+def test_no_warning_if_some_windows_have_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    run_windows(accelerator, [0, 2, *[0] * 19, 2, *[0] * 19])
+    assert accelerator.num_updates == 2
+    assert not list_warnings_of_weight(caplog)
+
+
+def test_warning_if_many_windows_in_a_row_have_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+    run_windows(Accelerator(cpu=True), [2, *[0] * 20])
+    (text,) = list_warnings_of_weight(caplog)
+    assert text.startswith("the last 20 accumulation windows")
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_last_loss_of_weight_0_outside_accumulate_keeps_the_update(
+    num_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
+    x, y = make_data(4)
+    bare = build_net()
+    copied = copy.deepcopy(bare)
+    model, optimizer = accelerator.prepare(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
+    for _ in range(3):
+        accelerator.backward(mse_loss(model(x), y), weight=4)
+        accelerator.backward(mse_loss(model(x[:0]), y[:0]), weight=0)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain = torch.optim.SGD(bare.parameters(), lr=0.1)
+        plain.zero_grad()
+        (mse_loss(bare(x), y) / num_steps).backward()
+        plain.step()
+    assert accelerator.num_updates == 3
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in bare.parameters()])
+    assert not list_warnings_of_weight(caplog)
+
+
+def test_windows_without_weight_outside_accumulate(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = build_net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1.0))
+    before = copy.deepcopy(model.state_dict())
+    for num_warnings in (0, 1):  # the losses of one update count once
+        for _ in range(2):
+            accelerator.backward(model(make_data(2)[0])[:0].mean(), weight=0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(list_warnings_of_weight(caplog)) == num_warnings
+    assert accelerator.num_updates == 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_no_sync_keeps_the_scripts_own_division_of_the_loss() -> None:
     x, y = make_data(9)
     model = build_net()
     reference = compute_whole_gradient(model, x, y)
@@ -326,7 +406,7 @@ def test_loss_divided_by_the_script_outside_accumulate() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_explicit_weights_outside_accumulate(reduction: str) -> None:
+def test_weighted_backward_outside_accumulate_gives_the_gradient_of_the_mean(reduction: str) -> None:
     """Each backward is a separate window, whose gradient is that of the mean."""
     x, y = make_data(5)
     model = build_net()
@@ -366,7 +446,7 @@ def test_clipping_and_norm_use_final_gradients() -> None:
     assert max(g.abs().max() for g in copy_gradients(model)) <= 1e-4
 
 
-def test_constant_division_policy() -> None:
+def test_constant_division_divides_each_loss_by_the_number_of_steps() -> None:
     """ConstantDivision divides each loss by the number of steps, regardless of the window's content."""
     x, y = make_data(7)
     model = build_net()
@@ -538,11 +618,11 @@ def test_load_drops_a_batch_that_could_be_run_again(num_batches: int, tmp_path: 
     train()
     accelerator.save_state(tmp_path / "saved")
     train()
-    wanted = [p.clone() for p in model.parameters()]
+    expected = [p.clone() for p in model.parameters()]
     accelerator.load_state(tmp_path / "saved")
     for _ in range(num_batches):
         accelerator.forward_backward(torch.full((4, 3), 9.0), lambda x: model(x).square().mean())
     accelerator.load_state(tmp_path / "saved")
     assert all(p.grad is None for p in model.parameters())
     train()
-    assert all(map(torch.equal, wanted, model.parameters()))
+    assert all(map(torch.equal, expected, model.parameters()))

@@ -78,37 +78,39 @@ def train_prepared(p: Training, steps: int, precision: str, is_inside: bool) -> 
     return p.result(losses, norms)
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found["losses"] == wanted["losses"]
-    assert found["norms"] == wanted["norms"]
-    for name, tensor in wanted["state"].items():
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == expected["losses"]
+    assert found["norms"] == expected["norms"]
+    for name, tensor in expected["state"].items():
         assert torch.equal(found["state"][name], tensor), name
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_epochs_with_a_ragged_tail(kind: str, precision: str, is_inside: bool) -> None:
-    wanted = train_plain(build_training(kind), 1, precision)
-    assert_same(train_prepared(build_training(kind), 1, precision, is_inside), wanted)
+def test_epochs_with_a_ragged_tail_match_plain_pytorch_bit_for_bit(kind: str, precision: str, is_inside: bool) -> None:
+    expected = train_plain(build_training(kind), 1, precision)
+    assert_same(train_prepared(build_training(kind), 1, precision, is_inside), expected)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("steps", [2, 3, 5, 7])
 def test_windows_of_equal_micro_batches(steps: int, precision: str) -> None:
-    wanted = train_plain(build_training("sgd", 14 * steps, 7), steps, precision)
-    assert_same(train_prepared(build_training("sgd", 14 * steps, 7), steps, precision, is_inside=True), wanted)
+    expected = train_plain(build_training("sgd", 14 * steps, 7), steps, precision)
+    assert_same(train_prepared(build_training("sgd", 14 * steps, 7), steps, precision, is_inside=True), expected)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("steps", [2, 3, 4])
-def test_windows_closed_by_the_script(steps: int, precision: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_windows_closed_by_the_script_match_plain_pytorch_and_cause_a_warning(
+    steps: int, precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Test the loop of many scripts: Accelerator(k), backward outside accumulate, and a step at every k-th batch."""
-    wanted = train_plain(build_training("adamw"), steps, precision)
-    assert_same(train_prepared(build_training("adamw"), steps, precision, is_inside=False), wanted)
-    said = [record.getMessage() for record in caplog.records if "outside accumulate()" in record.getMessage()]
-    assert len(said) == 1
-    assert f"each loss is divided by {steps}" in said[0]
+    expected = train_plain(build_training("adamw"), steps, precision)
+    assert_same(train_prepared(build_training("adamw"), steps, precision, is_inside=False), expected)
+    messages = [record.getMessage() for record in caplog.records if "outside accumulate()" in record.getMessage()]
+    assert len(messages) == 1
+    assert f"each loss is divided by {steps}" in messages[0]
 
 
 def test_without_accumulation_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:

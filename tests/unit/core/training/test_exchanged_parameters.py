@@ -28,18 +28,18 @@ class Halves(SingleStrategy):
     def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
         super().__init__(collectives)
         self.exchanged: dict[int, nn.Parameter] = {}
-        self.description: list[str] = []
+        self.calls: list[str] = []  # in the order in which Headway calls this strategy
         self.num_norms = 0
 
     def materialize_model(self, model: nn.Module) -> None:
-        self.description.append("materialize")
+        self.calls.append("materialize")
         model.to_empty(device="cpu")
 
     def move_model(self, model: nn.Module, device: torch.device) -> None:
-        self.description.append("place")
+        self.calls.append("place")
 
     def setup_model(self, model: nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
-        self.description.append("setup")
+        self.calls.append("setup")
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 half = nn.Parameter(parameter.detach()[: len(parameter) // 2].clone())
@@ -60,14 +60,14 @@ class Halves(SingleStrategy):
 
     @contextmanager
     def _record_forward(self) -> Any:
-        self.description.append("forward")
+        self.calls.append("forward")
         yield
 
     def forward_context(self, precision: Precision) -> Callable[[], AbstractContextManager[Any]] | None:
         return self._record_forward
 
     def free_gathered(self, model: nn.Module) -> None:
-        self.description.append("at rest")
+        self.calls.append("free gathered")
 
 
 @pytest.fixture
@@ -82,16 +82,16 @@ def get_weight(model: nn.Module) -> nn.Parameter:
     return model.weight  # type: ignore[return-value]
 
 
-def test_strategy_methods_are_called_in_order(accelerator: Accelerator) -> None:
+def test_strategy_is_called_in_order_and_averaged_models_are_refused(accelerator: Accelerator) -> None:
     strategy: Any = accelerator.strategy
     with torch.device("meta"):
         model = nn.Linear(2, 4, bias=False)
     model = accelerator.prepare(model)
-    assert strategy.description == ["materialize", "place", "setup"]
+    assert strategy.calls == ["materialize", "place", "setup"]
     assert model(torch.ones(1, 2)).shape == (1, 2)
-    assert strategy.description[3:] == ["forward"]
+    assert strategy.calls[3:] == ["forward"]
     assert [name for name, _ in accelerator._preparation._prepared.iterate_named("named_parameters")] == ["weight"]
-    assert strategy.description[4:] == ["at rest"]
+    assert strategy.calls[4:] == ["free gathered"]
     with pytest.raises(UnsupportedError, match="under the halves strategy each process holds a part of it"):
         torch.optim.swa_utils.AveragedModel(model)
 
@@ -118,9 +118,9 @@ def test_optimizer_gets_the_new_parameters_in_its_lists_and_state(
         assert state["exp_avg"].shape == (2, 2)
         assert state["step"].ndim == 0
         assert list(optimizer.state) == [get_weight(model)]
-    told = [line for line in caplog.messages if "were replaced" in line]
-    assert len(told) == 1
-    assert told[0].startswith(f"{kind.__name__} was created before prepare(): 1 of its parameters")
+    messages = [line for line in caplog.messages if "were replaced" in line]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{kind.__name__} was created before prepare(): 1 of its parameters")
 
 
 def test_group_added_later_gets_the_new_parameters(accelerator: Accelerator) -> None:

@@ -89,17 +89,19 @@ def make_random_sampler(indices):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_sampler_shorter_than_its_dataset(count):
+def test_metrics_cover_the_samples_of_a_sampler_shorter_than_its_dataset(count):
     """Accelerate uses the length of the dataset: 9 of 16 samples became 12.
 
     The sampler has its own generator, because ranks are threads here and would share the global one.
     """
     for n in (1, 9, 10):
-        wanted = list(range(3, 3 + n))
-        ranks = gather_epoch(lambda: DataLoader(Numbers(16), batch_size=4, sampler=make_random_sampler(wanted)), count)
-        assert all(sorted(flatten_batches(seen)) == wanted for seen in ranks)
-        ranks = gather_epoch(lambda: DataLoader(Numbers(16), batch_sampler=BatchSampler(wanted, 4, False)), count)
-        assert all(flatten_batches(seen) == wanted for seen in ranks)
+        expected = list(range(3, 3 + n))
+        ranks = gather_epoch(
+            lambda: DataLoader(Numbers(16), batch_size=4, sampler=make_random_sampler(expected)), count
+        )
+        assert all(sorted(flatten_batches(seen)) == expected for seen in ranks)
+        ranks = gather_epoch(lambda: DataLoader(Numbers(16), batch_sampler=BatchSampler(expected, 4, False)), count)
+        assert all(flatten_batches(seen) == expected for seen in ranks)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -139,19 +141,19 @@ def make_values(batch):
 @pytest.mark.parametrize("even_batches", [True, False])
 def test_values_of_many_types_are_gathered(count, even_batches):
     n = 14
-    wanted = make_values(torch.arange(n))
+    expected = make_values(torch.arange(n))
     for seen in gather_epoch(
         lambda: DataLoader(Numbers(n), batch_size=5), count, make_values, even_batches=even_batches
     ):
         for key in ("cube", "flags"):
-            assert torch.equal(torch.cat([each[key] for each in seen]), wanted[key])
+            assert torch.equal(torch.cat([each[key] for each in seen]), expected[key])
         array = numpy.concatenate([each["array"] for each in seen])
         assert array.dtype == numpy.int16
-        assert (array == wanted["array"]).all()
+        assert (array == expected["array"]).all()
         for key in ("text", "ragged lists", "objects"):
-            assert [item for each in seen for item in each[key]] == wanted[key]
+            assert [item for each in seen for item in each[key]] == expected[key]
         ragged = [item for each in seen for item in each["ragged"]]
-        assert [item.tolist() for item in ragged] == [item.tolist() for item in wanted["ragged"]]
+        assert [item.tolist() for item in ragged] == [item.tolist() for item in expected["ragged"]]
         assert all(isinstance(each["pair"], Pair) for each in seen)
         assert flatten_batches(each["pair"].right[1]["deep"] for each in seen) == list(range(n))
 
@@ -279,10 +281,10 @@ def test_value_repeated_to_the_full_batch_size_is_cut_with_one_warning(values, c
         gather_for_metrics(values(), loader, SingleProcessCollectives(), False) for _ in range(2) for _ in loader
     ]
     assert [len(each) for each in gathered] == [4, 4, 2] * 2
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert "for a batch of 2 samples" in said[0]
-    assert "loss.repeat(len(batch))" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "for a batch of 2 samples" in messages[0]
+    assert "loss.repeat(len(batch))" in messages[0]
 
 
 @pytest.mark.parametrize("size", [3, 5])

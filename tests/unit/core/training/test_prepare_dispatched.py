@@ -79,7 +79,7 @@ def test_streamed_model_is_trained_in_place():
     assert all(map(torch.equal, whole.parameters(), model.parameters()))
 
 
-def test_model_dispatched_by_transformers(tmp_path):
+def test_model_dispatched_by_transformers_is_prepared_only_on_one_device(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # transformers uses it to dispatch models
     config = transformers.LlamaConfig(

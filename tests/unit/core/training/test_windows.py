@@ -3,19 +3,17 @@
 import torch
 
 from headway import Accelerator
-from headway.core.data.loader import LoaderEvents
-from headway.core.training.windows import (
-    UNSPLIT,
-    AccumulationWindow,
-    AccumulationWindows,
-    BatchPiece,
-    LossWeight,
-    UpdateClock,
-)
+from headway.core.data.batch_reads import BatchReads
+from headway.core.training.update_clock import UpdateClock
+from headway.core.training.windows import UNSPLIT, AccumulationWindow, AccumulationWindows, BatchPiece, LossWeight
+
+
+class FakeLoader:
+    """Loader of which only the identity matters."""
 
 
 def make_windows(num_steps: int = 2) -> AccumulationWindows:
-    return AccumulationWindows(num_steps, LoaderEvents())
+    return AccumulationWindows(num_steps, BatchReads())
 
 
 def test_every_field_of_the_windows_is_restored_or_named() -> None:
@@ -24,10 +22,27 @@ def test_every_field_of_the_windows_is_restored_or_named() -> None:
     covered = set(vars(state)) - AccumulationWindows.NOT_ROLLED_BACK
     snapshot = state.snapshot()
     assert set(snapshot) == covered
-    for name in covered - {"_by_models"}:
+    plain = covered - {"_by_models", "reads"}  # these two have copies of their own
+    for name in plain:
         setattr(state, name, object())
     state.restore(snapshot)
-    assert {name: getattr(state, name) for name in covered} == {name: snapshot[name] for name in covered}
+    assert {name: getattr(state, name) for name in plain} == {name: snapshot[name] for name in plain}
+
+
+def test_batches_read_ahead_are_restored() -> None:
+    reads, loader = BatchReads(), FakeLoader()
+    reads.active_loaders.append(loader)  # type: ignore[arg-type]
+    state = AccumulationWindows(2, reads, sync_with_loader=False)
+    before = state.snapshot()
+    reads.untrained_batches += [loader, loader]  # type: ignore[list-item]
+    state.begin_micro_batch([torch.nn.Linear(1, 1)])
+    assert reads.untrained_batches == []
+    assert state.reads.trained_on == [loader]
+    after = state.snapshot()
+    assert after["reads"] != before["reads"]
+    state.restore(before)
+    assert state.snapshot()["reads"] == before["reads"]
+    assert state.reads.trained_on == [loader], "the loop around a replayed batch does not repeat what it did before"
 
 
 def test_added_counter_is_restored_too() -> None:

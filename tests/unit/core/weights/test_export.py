@@ -120,23 +120,23 @@ def test_shards_equal_those_of_huggingface_hub(sizes, max_shard_size):
     tensors = {f"layers.{i}.weight": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
     # On meta, because the hub's function treats all tensors of 0 bytes as the same memory.
     tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
-    wanted = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    expected = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     found = plan_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_size)
-    assert found == list(wanted.filename_to_tensors.values())
+    assert found == list(expected.filename_to_tensors.values())
 
 
 def test_files_and_index_equal_those_of_huggingface_hub(tmp_path):
     hub = pytest.importorskip("huggingface_hub", reason="compares with huggingface_hub's files")
     sizes = (3, 40, 7, 2, 2, 9, 60, 1, 4)
     state = {f"layers.{i}.weight": torch.rand(size, 5).bfloat16() for i, size in enumerate(sizes)}
-    wanted = hub.split_torch_state_dict_into_shards(state, max_shard_size="0.1KB")
+    expected = hub.split_torch_state_dict_into_shards(state, max_shard_size="0.1KB")
     save_weights(state.items(), tmp_path, "0.1KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["weight_map"] == wanted.tensor_to_filename
-    assert index["metadata"]["total_size"] == wanted.metadata["total_size"]
+    assert index["weight_map"] == expected.tensor_to_filename
+    assert index["metadata"]["total_size"] == expected.metadata["total_size"]
     (tmp_path / "hub").mkdir()
     hub.save_torch_state_dict(state, tmp_path / "hub", max_shard_size="0.1KB")
-    for name in set(wanted.filename_to_tensors):
+    for name in set(expected.filename_to_tensors):
         assert list(safetensors.torch.load_file(tmp_path / name)) == list(
             safetensors.torch.load_file(tmp_path / "hub" / name)
         )
@@ -171,7 +171,7 @@ def test_path_of_a_file_is_refused_as_a_folder(tmp_path, safe):
 def test_log_level_info_does_not_log_each_file(tmp_path):
     code = "import sys, torch; from headway.core.weights.export import save_weights as save; "
     code += "save([('a', torch.ones(1))], sys.argv[1], 9)"
-    told = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True,
+    result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True,
                           env={**os.environ, "HEADWAY_LOG_LEVEL": "info"})  # fmt: skip
     assert list_names(tmp_path) == ["model.safetensors"]
-    assert "writing" not in told.stderr
+    assert "writing" not in result.stderr

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from headway.core.weights.files import open_checkpoint
-from headway.core.weights.shards import DTYPES
+from headway.core.weights.safetensors_format import DTYPES
 from headway.errors import CheckpointError
 
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.tensor([1, 2, 3]), "b": torch.tensor(True)}
@@ -34,8 +34,8 @@ def read_values(checkpoint):
     return {name: stored.tensor() for name, stored in checkpoint.tensors.items()}
 
 
-def are_equal(found, wanted=STATE):
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+def are_equal(found, expected=STATE):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_file_index_and_folder_of_both_formats_are_opened(tmp_path):
@@ -57,10 +57,10 @@ def test_every_dtype_is_read_like_by_safetensors(tmp_path):
             continue
         state[name] = torch.arange(8, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
     save_file(state, tmp_path / "model.safetensors")
-    wanted = load_file(tmp_path / "model.safetensors")
+    expected = load_file(tmp_path / "model.safetensors")
     for name, found in read_values(open_checkpoint(tmp_path)).items():
-        assert found.dtype == wanted[name].dtype
-        assert torch.equal(found.view(torch.uint8), wanted[name].view(torch.uint8))
+        assert found.dtype == expected[name].dtype
+        assert torch.equal(found.view(torch.uint8), expected[name].view(torch.uint8))
 
 
 def test_safetensors_are_preferred_and_ambiguous_folders_are_refused(tmp_path):
@@ -108,9 +108,9 @@ def write_header(path, header, data=b""):
 def test_damaged_header_is_named(tmp_path, header, data, words):
     path = tmp_path / "model.safetensors"
     write_header(path, header, data)
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with pytest.raises(CheckpointError, match=words) as exc_info:
         open_checkpoint(path)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(exc_info.value)
 
 
 @settings(max_examples=150, deadline=None)
@@ -129,10 +129,10 @@ def test_changed_file_is_an_error_or_is_read_like_by_safetensors(tmp_path_factor
         found = read_values(open_checkpoint(path))
     except CheckpointError:
         return
-    wanted = load_file(path)
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert torch.equal(found[name].view(-1).view(torch.uint8), wanted[name].view(-1).view(torch.uint8))
+    expected = load_file(path)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name].view(-1).view(torch.uint8), expected[name].view(-1).view(torch.uint8))
 
 
 class Malicious:
@@ -152,9 +152,9 @@ def test_pickle_that_would_execute_code_is_refused(tmp_path):
             torch.save({"a": Malicious(str(proof))}, path)
         else:
             path.write_bytes(pickle.dumps({"a": Malicious(str(proof))}))
-        with pytest.raises(CheckpointError, match="was not executed") as caught:
+        with pytest.raises(CheckpointError, match="was not executed") as exc_info:
             open_checkpoint(path)
-        assert str(path) in str(caught.value)
+        assert str(path) in str(exc_info.value)
         assert not proof.exists()
 
 
@@ -193,7 +193,7 @@ def test_invalid_indexes_are_refused(tmp_path):
         open_checkpoint(index)
 
 
-def test_missing_paths_and_downloads_from_the_hub(tmp_path, monkeypatch):
+def test_missing_paths_raise_errors_and_other_names_are_downloaded_from_the_hub(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="contains no weights"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -215,7 +215,7 @@ def test_missing_paths_and_downloads_from_the_hub(tmp_path, monkeypatch):
         raise OSError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", raise_offline)
-    with pytest.raises(CheckpointError, match="could not be had from the Hub: offline"):
+    with pytest.raises(CheckpointError, match="could not be downloaded from the Hub: offline"):
         open_checkpoint("owner/name")
 
 
@@ -277,7 +277,7 @@ def test_box_of_a_tensor_is_read_alone(tmp_path_factory, shape, data):
     torch.save({"x": whole}, folder / "model.bin")
     begins = [data.draw(st.integers(0, size)) for size in shape]
     sizes = [data.draw(st.integers(0, size - begin)) for begin, size in zip(begins, shape)]
-    wanted = whole[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes))]
+    expected = whole[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes))]
     for file in ("model.safetensors", "model.bin"):
         stored = open_checkpoint(folder / file).tensors["x"]
         for room in (
@@ -286,7 +286,7 @@ def test_box_of_a_tensor_is_read_alone(tmp_path_factory, shape, data):
             torch.empty(sizes[::-1]).permute(tuple(range(len(sizes)))[::-1]),
         ):
             stored.fill(room, begins)
-            assert torch.equal(room.float(), wanted)
+            assert torch.equal(room.float(), expected)
 
 
 def test_file_that_became_shorter_is_an_error_when_a_box_is_read(tmp_path):

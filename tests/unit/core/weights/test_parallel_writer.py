@@ -10,10 +10,12 @@ import safetensors.torch
 import torch
 import xxhash
 
-from headway.core.weights import parallel_writer
+from headway.core.weights import file_sinks, parallel_writer
 from headway.core.weights.export import save_weights
-from headway.core.weights.parallel_writer import RANGE, ParallelWriter
-from headway.core.weights.shards import TensorSpec, write_file
+from headway.core.weights.parallel_writer import ParallelWriter
+from headway.core.weights.ranged_file import RANGE
+from headway.core.weights.safetensors_format import write_file
+from headway.core.weights.tensor_bytes import TensorSpec
 from headway.errors import CheckpointError
 
 
@@ -76,10 +78,10 @@ def test_file_equals_that_of_the_serial_writer(tmp_path, piece, num_threads):
             )
             for name in ("one", "two")
         ]
-    wanted = (tmp_path / "serial").read_bytes()
+    expected = (tmp_path / "serial").read_bytes()
     for file in files:
-        assert file.path.read_bytes() == wanted
-        assert (file.num_bytes, file.digests) == (len(wanted), hash_pieces(wanted, piece))
+        assert file.path.read_bytes() == expected
+        assert (file.num_bytes, file.digests) == (len(expected), hash_pieces(expected, piece))
     assert not [thread for thread in threading.enumerate() if thread.name == "headway-write"]
 
 
@@ -101,10 +103,10 @@ def test_memory_for_assembled_tensors_is_limited(tmp_path, monkeypatch, limit, m
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([], "no values came for a"),
-        ([("a", torch.ones(3))], r"a came as \[3\]"),
-        ([("b", torch.ones(2))], "b came as"),
-        ([("a", torch.ones(2)), ("a", torch.ones(2))], "a came as"),
+        ([], "no values were passed for a"),
+        ([("a", torch.ones(3))], r"a is to be written as \[3\]"),
+        ([("b", torch.ones(2))], "b is to be written as"),
+        ([("a", torch.ones(2)), ("a", torch.ones(2))], "a is to be written as"),
     ],
 )
 def test_values_that_differ_from_the_specs_are_refused(tmp_path, values, said):
@@ -144,7 +146,7 @@ def test_error_of_the_caller_ends_the_threads(tmp_path):
 
 @pytest.mark.parametrize("num_bytes", [1, 2**30])  # bytes from which several threads write
 def test_weights_changed_by_the_disk_replace_no_file(tmp_path, monkeypatch, num_bytes):
-    monkeypatch.setattr(parallel_writer, "_LARGE", num_bytes)
+    monkeypatch.setattr(parallel_writer, "_MIN_THREADED_BYTES", num_bytes)
     tensors = {"a": torch.ones(5_000_000), "b": torch.ones(30)}
     save_weights(tensors.items(), tmp_path, "10GB")
     before = (tmp_path / "model.safetensors").read_bytes()
@@ -156,7 +158,7 @@ def test_weights_changed_by_the_disk_replace_no_file(tmp_path, monkeypatch, num_
 
 def _change_on_write(monkeypatch):
     """Let the writer change the last byte of each file after writing it."""
-    finish = parallel_writer._DiskSink.finish
+    finish = file_sinks.DiskSink.finish
 
     def finish_and_change(sink):
         finish(sink)
@@ -164,12 +166,12 @@ def _change_on_write(monkeypatch):
             file.seek(-1, os.SEEK_END)
             file.write(b"\1")
 
-    monkeypatch.setattr(parallel_writer._DiskSink, "finish", finish_and_change)
+    monkeypatch.setattr(file_sinks.DiskSink, "finish", finish_and_change)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2**30])
 def test_sharded_weights_are_equal_from_one_and_several_threads(tmp_path, monkeypatch, num_bytes):
-    monkeypatch.setattr(parallel_writer, "_LARGE", num_bytes)
+    monkeypatch.setattr(parallel_writer, "_MIN_THREADED_BYTES", num_bytes)
     torch.manual_seed(0)
     tensors = {f"layer.{i}": torch.randn(300, 200).t() for i in range(6)}
     files = save_weights(((name, AssembledTensor(each)) for name, each in tensors.items()), tmp_path / "a", 600_000)

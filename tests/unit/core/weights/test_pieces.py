@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+from headway.core.weights.dtensor_boxes import compute_ranges
 from headway.core.weights.export import split_ties
-from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, compute_ranges, get_local_part, is_sharded
+from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, get_local_part, is_sharded
 from tests.unit.core.checkpoint.amount import EXAMPLES
 
 

@@ -10,7 +10,8 @@ from headway.common import scope
 from headway.core.memory import oom
 from headway.core.memory.monitor import PeakReader
 from headway.core.runtime.device import HARDWARE
-from headway.extras.replay.piece_size import FIRST_PATIENCE, AllocatorPressure
+from headway.extras.replay.allocator_pressure import AllocatorPressure
+from headway.extras.replay.piece_size import FIRST_PATIENCE
 from tests.unit.core.memory.simulated import SimulatedAllocator
 
 CUDA, DEVICE = HARDWARE["cuda"], torch.device("cuda", 0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.extras.replay.snapshot import AllocationMeter, OptimizerRecord, StepUndo
+from headway.extras.replay.step_undo import AllocationMeter, OptimizerRecord, StepUndo
 from tests.unit.extras.replay.test_step import build_net, train_automatic, train_plain
 
 
@@ -126,13 +126,13 @@ def test_foreign_optimizer_is_copied_to_the_host_only_until_its_state_exists(
         real(undo, optimizer)
 
     monkeypatch.setattr(StepUndo, "__init__", record_and_copy)
-    wanted, _ = train_plain(lambda p: Steady(p, grows_at), 6, 1)
+    expected, _ = train_plain(lambda p: Steady(p, grows_at), 6, 1)
     found, _ = train_automatic(lambda p: Steady(p, grows_at), 1, set())
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert copies == copied
     copies.clear()
     found, _ = train_automatic(lambda p: Steady(p, grows_at), 1, {1, 2})
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("faults", "num_copies"), [(set(), 2), ({1}, 3), ({2}, 3)])
@@ -149,7 +149,7 @@ def test_published_optimizer_is_copied_twice_with_unchanged_results(
         optimizer.train()
         return optimizer
 
-    wanted, _ = train_plain(make, 6, 1)
+    expected, _ = train_plain(make, 6, 1)
     found, _ = train_automatic(make, 1, faults)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert len(copies) == num_copies

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, GradientAccumulationPlugin
 from headway.core.runtime.collectives.tree import slice_rows
 from headway.core.strategies.base import Capabilities, SingleStrategy
-from headway.core.training.windows import ConstantDivision
+from headway.core.training.loss_policy import ConstantDivision
 from headway.errors import ConfigError, LossError, MemoryExhausted, StateError, UnsupportedError
 from headway.extras.replay.piece_size import FIRST_PATIENCE, PieceSize
 
@@ -258,10 +258,10 @@ def train_automatic(make: Any, steps: int, faults: set[int], where: str = "post"
 @pytest.mark.parametrize("name", list(MAKERS))
 @pytest.mark.parametrize("steps", [1, 3])
 def test_updates_after_an_undone_first_step_equal_plain_torch(name: str, steps: int) -> None:
-    wanted, reference = train_plain(MAKERS[name], 6 // steps, steps)
+    expected, reference = train_plain(MAKERS[name], 6 // steps, steps)
     for faults in (set(), {1}, {1, 2}):
         found, optimizer = train_automatic(MAKERS[name], steps, faults)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         for one, other in zip(optimizer.state.values(), reference.state.values()):
             assert one.keys() == other.keys()
             if "step" in one:
@@ -269,9 +269,9 @@ def test_updates_after_an_undone_first_step_equal_plain_torch(name: str, steps: 
 
 
 def test_unknown_optimizer_can_be_restored_at_any_step() -> None:
-    wanted, _ = train_plain(MAKERS["unknown"], 6, 1)
+    expected, _ = train_plain(MAKERS["unknown"], 6, 1)
     found, optimizer = train_automatic(MAKERS["unknown"], 1, {1, 3, 6})
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert (optimizer.num_steps, optimizer.param_groups[0]["k"]) == (6, 6)
 
 
@@ -283,7 +283,7 @@ def test_out_of_memory_in_a_later_step_of_torchs_optimizers_ends_the_run() -> No
 # ---------------------------------------------------------------- microbatches() and forward_backward()
 
 
-def test_loop_over_microbatches() -> None:
+def test_loop_over_microbatches_trains_like_whole_batches() -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto")
     model = build_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -350,9 +350,9 @@ def test_zero_grad_before_backward_discards_saved_gradients() -> None:
                 optimizer.zero_grad()
                 accelerator.backward(model(piece).mean())
                 optimizer.step()
-    wanted = build_net()
-    wanted(torch.ones(4, 3)).mean().backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in wanted.parameters()])
+    expected = build_net()
+    expected(torch.ones(4, 3)).mean().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
 
 
 def test_two_losses_per_piece_are_added_to_remaining_gradients() -> None:

@@ -5,15 +5,8 @@ import random
 import pytest
 
 from headway.errors import StateError
-from headway.forecasting.device.allocator import (
-    Allocator,
-    MemoryEvent,
-    compute_exact_peak,
-    compute_segment_size,
-    replay_events,
-    round_to_block,
-    split_by_kind,
-)
+from headway.forecasting.device.allocator import Allocator, compute_segment_size, replay_events, round_to_block
+from headway.forecasting.device.memory_events import MemoryEvent, compute_exact_peak, split_by_kind
 
 MIB = 1 << 20
 
@@ -27,7 +20,7 @@ def test_requests_are_rounded_to_512_bytes(asked, block):
     ("block", "segment"),
     [(512, 2), (MIB, 2), (MIB + 512, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (10 * MIB + 512, 12), (31 * MIB, 32)],
 )
-def test_segment_sizes(block, segment):
+def test_segment_has_the_size_that_torch_reserves_for_a_block(block, segment):
     assert compute_segment_size(block) == segment * MIB
 
 
@@ -141,9 +134,9 @@ def test_replay_returns_the_peak_and_its_parts():
         MemoryEvent(3, 2 * MIB, kind="gradients"),
     ]
     found = replay_events(events)
-    assert (found.allocated, found.reserved, found.peak) == (7 * MIB, 20 * MIB, 1)
+    assert (found.allocated, found.reserved, found.peak_index) == (7 * MIB, 20 * MIB, 1)
     assert compute_exact_peak(events) == 7 * MIB
-    assert split_by_kind(events, found.peak) == {"weights": 3 * MIB, "activations": 4 * MIB}
+    assert split_by_kind(events, found.peak_index) == {"weights": 3 * MIB, "activations": 4 * MIB}
     assert split_by_kind(events, 3) == {"weights": 3 * MIB, "gradients": 2 * MIB}
 
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from headway.cli.estimate import estimate as command
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.forecasting.device import calibration
-from headway.forecasting.device.calibration import CalibrationRecord, read_records, write_record
+from headway.forecasting.device.calibration import CalibrationRecord, CudaProperties, read_records, write_record
 from headway.forecasting.device.devices import DEVICES, MIB, estimate_use, find_device, name_card
 
 MADE_UP = CalibrationRecord("NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 431 * MIB, 17 * MIB, "2.13.0", "2026-11-22")
@@ -69,11 +69,17 @@ def test_gpu_in_the_table_gets_its_name_from_the_table(product, mebibytes, name)
 
 
 def test_this_means_the_gpu_of_the_machine(records_path, monkeypatch):
-    monkeypatch.setattr(calibration, "read_device_properties", lambda: ("NVIDIA A100-SXM4-80GB", 81153 * MIB, (8, 0)))
+    monkeypatch.setattr(
+        calibration,
+        "read_device_properties",
+        lambda: CudaProperties("NVIDIA A100-SXM4-80GB", 81153 * MIB, (8, 0)),
+    )
     assert find_device("this") == DEVICES["a100-80gb"]
     write_record(records_path, "a100-80gb", MADE_UP)
     assert find_device("this").overhead.least == 431 * MIB
-    monkeypatch.setattr(calibration, "read_device_properties", lambda: ("NVIDIA Novum", 81153 * MIB, (12, 0)))
+    monkeypatch.setattr(
+        calibration, "read_device_properties", lambda: CudaProperties("NVIDIA Novum", 81153 * MIB, (12, 0))
+    )
     with pytest.raises(ConfigError, match="headway estimate --calibrate"):
         find_device("this")
 
@@ -89,3 +95,23 @@ def test_missing_gpu_is_reported(records_path, monkeypatch):
         assert isinstance(ended.exception, ConfigError)
         assert said in str(ended.exception)
     assert not records_path.exists()
+
+
+def test_current_device_is_measured(monkeypatch):
+    """The process that runs the kernels uses the current device, whose free memory is read."""
+    properties = type("Properties", (), {"name": "NVIDIA Novum", "total_memory": 8 << 30, "major": 9, "minor": 0})
+    free = iter([5000, 4000])
+    asked = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: asked.append(device) or (next(free), 0))
+    work = calibration._WORK
+    assert work.index("torch.cuda.set_device(int(sys.argv[1]))") < work.index('device="cuda"')
+    text = (
+        "import json, sys; print(json.dumps({'reserved': int(sys.argv[1]), 'kept': 7}), flush=True); sys.stdin.read()"
+    )
+    monkeypatch.setattr(calibration, "_WORK", text)
+    record = calibration.measure_overhead()
+    assert asked == [3, 3]
+    assert (record.overhead, record.kept) == (5000 - 4000 - 3, 7)

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headway.forecasting.device.devices import find_device
 from headway.forecasting.device.kernels import substitute_kernels
-from headway.forecasting.tracing.trace import StorageTracker
+from headway.forecasting.tracing.storage_tracker import StorageTracker
 
 ROWS = 16 * 196 * 384 * 4
 

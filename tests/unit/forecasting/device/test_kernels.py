@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from headway.forecasting.device.attention import AttentionRules
 from headway.forecasting.device.devices import find_device
-from headway.forecasting.tracing.fake import trace_step
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.trace_step import trace_step
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100, A100, T4 = (9, 0), (8, 0), (7, 5)
@@ -34,7 +34,9 @@ H100, A100, T4 = (9, 0), (8, 0), (7, 5)
         (T4, (2, 14), FP32, 30, 8, False, 0.0, "efficient"),
     ],
 )
-def test_chosen_kernel(capability, version, dtype, width, groups, mask, p, kernel):
+def test_attention_kernel_is_that_of_torch_on_each_capability(
+    capability, version, dtype, width, groups, mask, p, kernel
+):
     query, key = torch.empty(2, 8, 16, width, dtype=dtype), torch.empty(2, groups, 16, width, dtype=dtype)
     added = torch.empty(2, 1, 16, 16, dtype=dtype) if mask else None
     assert AttentionRules(capability, version).choose_kernel(query, key, added, p, False, True) == kernel

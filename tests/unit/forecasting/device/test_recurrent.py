@@ -6,12 +6,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.forecast.truth import profile_peak
-from headway.forecasting.device.allocator import UNSURE, compute_exact_peak, replay_events
+from headway.forecasting.device.allocator import replay_events
 from headway.forecasting.device.devices import find_device
 from headway.forecasting.device.kernels import substitute_kernels
-from headway.forecasting.tracing.fake import trace_step
-from headway.forecasting.tracing.step import StepRecipe
-from headway.forecasting.tracing.trace import StorageTracker
+from headway.forecasting.device.memory_events import compute_exact_peak
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.storage_tracker import StorageTracker
+from headway.forecasting.tracing.trace_step import trace_step
 
 CARD, CPU = find_device("a100-40gb"), find_device("cpu")
 LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
@@ -77,10 +78,7 @@ def test_gpu_runs_all_layers_in_one_call(kind, options, precision):
     more = replay_events(longer.events).allocated - replay_events(found.events).allocated
     kept = {"LSTM": 6, "GRU": 5, "RNN": 1}[kind] * values
     assert more > kept
-    unsure, before = (
-        next(event.num_bytes for event in each.events if event.operation == UNSURE) for each in (longer, found)
-    )
-    assert unsure - before > kept  # `most` has room for twice the assumed reserve
+    assert longer.unsure_bytes - found.unsure_bytes > kept  # `most` has room for twice the assumed reserve
 
 
 def test_real_layers_compute_as_before():

@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from benchmarks.forecast.truth import profile_peak
-from headway.forecasting.device.allocator import compute_exact_peak, separate_unsure
 from headway.forecasting.device.devices import find_device
-from headway.forecasting.tracing.fake import trace_step
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.device.memory_events import compute_exact_peak
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.trace_step import trace_step
 
 WIDTH, ROWS = 48, 40
 
@@ -105,7 +105,7 @@ def test_possible_extra_memory_of_ctc_is_reported():
     found = trace_step(Recognizer, make_batch, StepRecipe(torch.optim.SGD, compute_ctc), find_device("a100-40gb"))
     assert any("taken at their largest" in caveat for caveat in found.caveats)
     assert any("CTC loss is not counted" in caveat for caveat in found.caveats)
-    assert separate_unsure(found.events)[1] > 0
+    assert found.unsure_bytes > 0
 
 
 def test_unique_is_taken_at_its_largest():

@@ -9,11 +9,12 @@ from torch import nn
 import headway
 from benchmarks.forecast.truth import measure_peak
 from headway.errors import UnsupportedError
-from headway.forecasting.device.allocator import compute_exact_peak
 from headway.forecasting.device.devices import find_device
-from headway.forecasting.tracing import compiled, fake
-from headway.forecasting.tracing.fake import trace_step
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.device.memory_events import compute_exact_peak
+from headway.forecasting.tracing import compiled
+from headway.forecasting.tracing import trace_step as trace_module
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.trace_step import trace_step
 
 pytestmark = pytest.mark.slow  # inductor takes seconds to import
 CPU, CARD = find_device("cpu"), find_device("rtx-3090")
@@ -116,7 +117,7 @@ def test_compiled_steps_have_no_cost():
 
 
 def test_other_backends_are_refused_where_inductor_is_missing(monkeypatch):
-    monkeypatch.setattr(fake, "can_compile", lambda: False)
+    monkeypatch.setattr(trace_module, "can_compile", lambda: False)
     made = torch.compile(torch.tanh, backend="eager")
     with pytest.raises(UnsupportedError, match=r"torch\.compile"):
         forecast_peak(lambda: Chain(made), CARD)

@@ -6,8 +6,9 @@ import torch
 import headway
 from benchmarks.forecast.truth import measure_peak
 from headway.forecasting.tracing.four_bit import is_unpacked_four_bit, iterate_scales
-from headway.forecasting.tracing.step import StepRecipe
-from headway.planning.sources import find_source, make_forecast_functions
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.planning.forecast_functions import make_forecast_functions
+from headway.planning.sources import find_source
 
 transformers = pytest.importorskip("transformers")
 bnb = pytest.importorskip("bitsandbytes")

@@ -5,7 +5,7 @@ import torch
 
 import headway
 from benchmarks.forecast.truth import measure_peak
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.recipe import StepRecipe
 
 transformers = pytest.importorskip("transformers")
 

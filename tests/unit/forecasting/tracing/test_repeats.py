@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from headway.forecasting.device.allocator import MemoryEvent
 from headway.forecasting.device.devices import find_device
-from headway.forecasting.tracing.fake import trace_step
-from headway.forecasting.tracing.repeats import FEWEST, RepeatProof, find_blocks
-from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.device.memory_events import MemoryEvent
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.repeated_blocks import MIN_REPETITIONS, find_blocks
+from headway.forecasting.tracing.repeats import RepeatProof
 from headway.forecasting.tracing.trace import Trace
+from headway.forecasting.tracing.trace_step import trace_step
 
 CALLS: list[int] = []
 
@@ -93,10 +94,10 @@ def trace_both(kind: type[Chain], widths: list[int], prepare: Any = None, **reci
 @pytest.mark.parametrize(
     ("widths", "per_step"),
     [
-        ([32] * FEWEST, 12),
+        ([32] * MIN_REPETITIONS, 12),
         pytest.param([64, 64, *[32] * 18], 18, marks=pytest.mark.slow),
-        pytest.param([32, 48] * FEWEST, 24, marks=pytest.mark.slow),
-        pytest.param([24, *[32, 32, 48] * FEWEST, 32], 42, marks=pytest.mark.slow),
+        pytest.param([32, 48] * MIN_REPETITIONS, 24, marks=pytest.mark.slow),
+        pytest.param([24, *[32, 32, 48] * MIN_REPETITIONS, 32], 42, marks=pytest.mark.slow),
     ],
     ids=["alike", "first ones differ", "in turn", "with a head and a tail"],
 )
@@ -126,7 +127,7 @@ def test_events_equal_those_of_tracing_all_blocks(widths: list[int], per_step: i
     ids=str,
 )
 def test_every_recipe_is_extrapolated(recipe: dict[str, Any]) -> None:
-    found, full, num_calls = trace_both(Chain, [32] * FEWEST, **recipe)
+    found, full, num_calls = trace_both(Chain, [32] * MIN_REPETITIONS, **recipe)
 
     assert list_events(found) == list_events(full)
     assert num_calls == 2 * 12 * recipe.get("accumulation", 1)
@@ -136,21 +137,21 @@ def test_every_recipe_is_extrapolated(recipe: dict[str, Any]) -> None:
 def test_changes_made_by_prepare_to_some_blocks_count() -> None:
     def recompute_first_half(model: nn.Module) -> None:
         assert isinstance(model, Chain)
-        for block in list(model.all())[: FEWEST // 2]:
+        for block in list(model.all())[: MIN_REPETITIONS // 2]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
-    found, full, _ = trace_both(Chain, [32] * FEWEST, recompute_first_half)
+    found, full, _ = trace_both(Chain, [32] * MIN_REPETITIONS, recompute_first_half)
 
     assert list_events(found) == list_events(full)
-    assert list_events(found) != list_events(trace_model(lambda: Chain([32] * FEWEST)))
+    assert list_events(found) != list_events(trace_model(lambda: Chain([32] * MIN_REPETITIONS)))
 
 
 @pytest.mark.slow
 def test_model_that_cannot_be_shortened_is_traced_whole() -> None:
-    found, full, _ = trace_both(IndexingChain, [32] * FEWEST)
+    found, full, _ = trace_both(IndexingChain, [32] * MIN_REPETITIONS)
 
     assert list_events(found) == list_events(full)
-    assert [*range(FEWEST)] * 2 == CALLS
+    assert [*range(MIN_REPETITIONS)] * 2 == CALLS
 
 
 @pytest.mark.slow
@@ -164,9 +165,9 @@ def test_given_loop_runs_once() -> None:
             model(batch).backward()
             optimizer.step()
 
-    trace_model(lambda: Chain([32] * FEWEST), loop=loop)
+    trace_model(lambda: Chain([32] * MIN_REPETITIONS), loop=loop)
 
-    assert runs == [FEWEST]
+    assert runs == [MIN_REPETITIONS]
 
 
 def test_repeated_blocks_are_found() -> None:
@@ -180,7 +181,7 @@ def test_repeated_blocks_are_found() -> None:
 
 
 def test_too_few_blocks_are_not_extrapolated() -> None:
-    assert find_blocks(Chain([32] * (FEWEST - 1))) is None
+    assert find_blocks(Chain([32] * (MIN_REPETITIONS - 1))) is None
     assert find_blocks(Chain([*range(8, 48)])) is None
 
 
@@ -200,7 +201,7 @@ def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
 
     def trace_batch(size: int, is_list: bool, proofs: list[RepeatProof] | None = None) -> Trace:
         CALLS.clear()
-        make = partial(Chain, [32] * FEWEST, is_list)
+        make = partial(Chain, [32] * MIN_REPETITIONS, is_list)
         return trace_step(make, lambda: torch.zeros(size, 8), recipe, find_device("h100"), proofs=proofs)
 
     # With 4 rows, two tensors of different kinds have the same size by chance, so the proof holds for no other batch.
@@ -227,7 +228,7 @@ def test_batch_on_another_path_is_proved_again() -> None:
     for size, num_proofs in ((4, 1), (8, 2), (9, 2), (5, 2)):
         found, full = (
             trace_step(
-                partial(ForkedChain, [32] * FEWEST, is_list),
+                partial(ForkedChain, [32] * MIN_REPETITIONS, is_list),
                 lambda: torch.zeros(size, 8),
                 recipe,
                 find_device("h100"),

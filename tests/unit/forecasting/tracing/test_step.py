@@ -6,10 +6,12 @@ from torch import nn
 
 from benchmarks.forecast.truth import profile_peak
 from headway.errors import ConfigError
-from headway.forecasting.device.allocator import compute_exact_peak
 from headway.forecasting.device.devices import find_device
-from headway.forecasting.tracing.fake import trace_step
-from headway.forecasting.tracing.step import StepObserver, StepRecipe, mark_model
+from headway.forecasting.device.memory_events import compute_exact_peak
+from headway.forecasting.tracing.engine import StepObserver
+from headway.forecasting.tracing.recipe import StepRecipe
+from headway.forecasting.tracing.reported_tensors import mark_model
+from headway.forecasting.tracing.trace_step import trace_step
 
 CPU = find_device("cpu")
 WIDTH, CLASSES, ROWS = 64, 3000, 48
@@ -107,14 +109,14 @@ def test_loops_differ():
     assert sizes["zero_grad_before_backward"] > sizes["plain"]
 
 
-def test_phases_of_a_given_loop():
+def test_given_loop_has_the_phases_of_the_built_in_one():
     own, known = forecast_loop(plain), forecast_loop("plain")
     assert list(own.phases) == list(known.phases)
     kinds = [{event.kind for event in found.events} for found in (own, known)]
     assert kinds[0] == kinds[1] >= {"weights", "batch", "activations", "gradients", "optimizer state"}
 
 
-def test_accumulation_and_autocast_in_a_given_loop():
+def test_given_loop_may_accumulate_and_use_autocast():
     def loop(model, batches, optimizer):
         for index, (inputs, targets) in enumerate(batches):
             loss = nn.functional.cross_entropy(model(inputs), targets) / 2

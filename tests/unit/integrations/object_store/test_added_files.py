@@ -16,7 +16,7 @@ def test_merge_copies_the_files_that_from_pretrained_needs(bucket, tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(made)
     accelerator.save_state("s3://bucket/here", weights="huggingface")
-    wanted = {name: each.clone() for name, each in model.state_dict().items()}
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
     accelerator.end_training()
 
     result = CliRunner().invoke(command, ["s3://bucket/here", str(tmp_path / "out")])
@@ -24,8 +24,8 @@ def test_merge_copies_the_files_that_from_pretrained_needs(bucket, tmp_path):
     assert "config.json" in result.output
     assert (tmp_path / "out" / "config.json").stat().st_size > 500
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_compiled_code_is_loaded_from_a_store(bucket, monkeypatch):

@@ -15,10 +15,11 @@ from headway.common.object_path import THREADS, ObjectPath, to_path
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.format import tensors as tensors_of_checkpoints
 from headway.core.checkpoint.format.chunks import ChunkGrid, TensorChunk
-from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
+from headway.core.checkpoint.format.entries import TensorEntry
+from headway.core.checkpoint.format.manifest import Manifest, read_manifest
 from headway.core.checkpoint.format.tensors import PieceHashes, write_shards
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
-from headway.core.weights import parallel_writer
+from headway.core.weights import file_sinks
 from headway.core.weights.export import save_weights
 from headway.errors import CheckpointError, ConfigError, ObjectStoreError
 from headway.integrations.object_store import store as object_store
@@ -310,7 +311,7 @@ def test_overtaken_commit_is_undone_if_it_lost_files(bucket, is_removed, has_for
 
 @pytest.mark.parametrize("part", [1000, 2**14, 2**18])
 def test_several_threads_send_the_same_bytes_as_one(bucket, monkeypatch, part):
-    for module in (object_path, parallel_writer):
+    for module in (object_path, file_sinks):
         monkeypatch.setattr(module, "PART", part)
     torch.manual_seed(0)
     files = {
@@ -324,8 +325,8 @@ def test_several_threads_send_the_same_bytes_as_one(bucket, monkeypatch, part):
     assert len(one[0].digests) > 3
     for written in one:
         paths = [to_path(f"s3://bucket/{folder}") / written.name for folder in ("one", "several")]
-        wanted, found = (b"".join(path.read_range(0, written.num_bytes)) for path in paths)
-        assert found == wanted
+        expected, found = (b"".join(path.read_range(0, written.num_bytes)) for path in paths)
+        assert found == expected
 
 
 def test_part_that_a_thread_cannot_send_is_an_error(bucket, monkeypatch):
@@ -358,7 +359,7 @@ class Crowd:
 
 def test_four_parts_are_sent_and_received_at_once(bucket, monkeypatch):
     part = 2**14
-    for module in (object_path, parallel_writer, object_store):
+    for module in (object_path, file_sinks, object_store):
         monkeypatch.setattr(module, "PART", part)
     tensors = [("x", torch.arange(2.0 * part))]  # eight parts
 

@@ -1,5 +1,6 @@
 """Test remote shards: HTTP with errors, object stores and fsspec, and the local copies of their blocks."""
 
+import glob
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.common.object_client import ObjectInfo
 from headway.errors import DataError
-from headway.language_data.shards import retry
+from headway.language_data.shards import retry, storage
 from headway.language_data.shards.dataset import ShardedDataset
 from tests.distributed.slow_server import Fault, SlowServer, break_off, make_delay_fault, make_status_fault
 from tests.stores import server as object_server
@@ -123,6 +125,45 @@ def test_other_storage_is_read_through_fsspec(tmp_path: Path) -> None:
         ShardedDataset("nothing://shards/a.jsonl", cache_dir=tmp_path / "cache")
 
 
+class ListingClient:
+    """Client of an object store that only lists keys."""
+
+    KEYS = ("a/0.jsonl", "a/1.jsonl", "a/b/2.jsonl", "a/b/c/3.jsonl", "a/b/c/3.txt", "a2/4.jsonl")
+    # Empty objects "a/" and "a/b/", with which AWS's console creates folders. obstore lists them without the slash.
+    FOLDERS = ("a", "a/b")
+
+    def __init__(self, root: str, retry_seconds: float) -> None:
+        self.root = root
+
+    def list(self, folder: str) -> "list[ObjectInfo]":
+        sizes = dict.fromkeys(self.KEYS, 1) | dict.fromkeys(self.FOLDERS, 0)
+        return [ObjectInfo(key, size, "1") for key, size in sizes.items() if key.startswith(folder)]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a/*", "a/*.jsonl", "a/[0]*", "a/?.jsonl", "*/*.jsonl", "a/**/*.jsonl", "**/c/*", "a*/**", "a/b*", "**"]
+)
+def test_patterns_match_the_same_files_in_buckets_and_folders(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "ObjectClient", ListingClient)
+    for key in ListingClient.KEYS:
+        path = tmp_path / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    names = glob.glob(pattern, root_dir=tmp_path, recursive=True)
+    expected = sorted(f"s3://bucket/{name}" for name in names if (tmp_path / name).is_file())
+    policy = retry.RetryPolicy()
+    assert [file.url for file in storage.expand_pattern(f"s3://bucket/{pattern}", policy)] == expected
+
+
+@pytest.mark.parametrize("url", ["s3://buck*/a/0.jsonl", "s3://buck*/a/*.jsonl", "gs://b?"])
+def test_pattern_as_the_name_of_a_bucket_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "ObjectClient", ListingClient)
+    with pytest.raises(DataError, match="wildcard in the name of the bucket"):
+        storage.expand_pattern(url, retry.RetryPolicy())
+
+
 @pytest.mark.slow
 def test_object_stores_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
@@ -135,6 +176,12 @@ def test_object_stores_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             path = tmp_path / f"{number}.{suffix}"
             write_shard(path, expected[number * 10 : number * 10 + 10])
             client.put_object(Bucket=object_server.BUCKET, Key=f"data/{path.name}", Body=path.read_bytes())
+        for key in (
+            "data/",
+            "data/folder/",
+            "data/folder/other.txt",
+        ):  # the first two are as AWS's console makes folders
+            client.put_object(Bucket=object_server.BUCKET, Key=key, Body=b"")
         dataset = ShardedDataset(f"s3://{object_server.BUCKET}/data/*", cache_dir=tmp_path / "cache", stall_limit=20)
         assert list(dataset) == expected
         assert (

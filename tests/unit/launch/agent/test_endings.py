@@ -196,7 +196,7 @@ def test_damaged_record_is_none(tmp_path, content):
     assert read_record(path) is None
 
 
-def test_error_without_a_line_of_the_user():
+def test_error_without_a_line_of_the_user_has_an_empty_line():
     assert find_user_line(None) == ""
 
 
@@ -232,7 +232,7 @@ class TestMemoryWatch:
         (folder / "memory.max").write_text(f"{64 * 2**30}\n")
 
     @pytest.mark.parametrize("path", ["", "jobs/7"])
-    def test_version_2_counters(self, tmp_path, path):
+    def test_kills_are_read_from_counters_of_cgroup_version_2(self, tmp_path, path):
         self._v2(tmp_path, 1, path)
         watch = MemoryWatch(tmp_path)
         assert watch.describe_kills() == ""
@@ -240,7 +240,7 @@ class TestMemoryWatch:
         assert "out-of-memory killer" in watch.describe_kills()
         assert "61.0 GiB of 64.0 GiB" in watch.describe_kills()
 
-    def test_version_1_counters(self, tmp_path):
+    def test_kills_are_read_from_counters_of_cgroup_version_1(self, tmp_path):
         (tmp_path / "proc/self").mkdir(parents=True)
         (tmp_path / "proc/self/cgroup").write_text("4:memory:/docker/1\n0::/\n")
         folder = tmp_path / "sys/fs/cgroup/memory/docker/1"

@@ -23,7 +23,7 @@ def merge_reports(unit: str, machines: tuple[int, ...], *, is_over: bool = False
     meeting = SealedStore(HashStore(), "meeting", seal)
     exchanges = [AgentChannel(machine, 3, "127.0.0.1", seal, unit) for machine in range(3)]
     for exchange in exchanges:
-        exchange.begin_attempt(meeting, 3)
+        exchange.connect(meeting, 3)
 
     def merge_on(machine: int) -> None:
         report = exchanges[machine].merge(make_report(1) if machine == 1 else None, lambda: is_over)

@@ -39,7 +39,7 @@ def three():
 
 def test_failure_is_sent_to_all_machines_with_its_exit_code(three):
     peers, lost = three
-    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    wait_for(lambda: {each.peer.machine for each in peers[0]._connections.values()} == {1, 2})
     peers[1].announce_end("rank 3 of 6 failed first", 137)
     wait_for(lambda: lost[0].is_set() and lost[2].is_set())
     assert peers[0].lost == peers[2].lost
@@ -52,7 +52,7 @@ def test_failure_is_sent_to_all_machines_with_its_exit_code(three):
 
 def test_orderly_exit_is_no_loss(three):
     peers, lost = three
-    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    wait_for(lambda: {each.peer.machine for each in peers[0]._connections.values()} == {1, 2})
     peers[1].announce_end()
     peers[0].announce_end()
     time.sleep(0.2)
@@ -61,9 +61,9 @@ def test_orderly_exit_is_no_loss(three):
 
 def test_broken_connection_is_a_loss_at_once(three):
     peers, lost = three
-    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
-    line = next(iter(peers[2]._lines.values()))
-    line.connection.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: {each.peer.machine for each in peers[0]._connections.values()} == {1, 2})
+    connection = next(iter(peers[2]._connections.values()))
+    connection.socket.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: lost[0].is_set() and lost[1].is_set() and lost[2].is_set())
     assert "machine 2 (host" in peers[1].lost
     assert "is gone: its launcher ended without a message" in peers[1].lost
@@ -82,7 +82,7 @@ def test_unreachable_hub_is_reported():
 
 def test_lost_run_never_exits_with_success(three):
     peers, lost = three
-    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    wait_for(lambda: {each.peer.machine for each in peers[0]._connections.values()} == {1, 2})
     peers[1].announce_end("for no reason", 0)
     wait_for(lambda: lost[0].is_set() and lost[2].is_set())
     assert (peers[0].exit_code, peers[2].exit_code) == (1, 1)
@@ -120,7 +120,7 @@ def hub():
     strangers = UnsealedCounter(said.append)
     assert peers[0].connect("127.0.0.1", port, Seal(b"of these machines", strangers), [0]) is None
     assert peers[1].connect("127.0.0.1", port, make_seal(), [1]) is None
-    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1})
+    wait_for(lambda: {each.peer.machine for each in peers[0]._connections.values()} == {1})
     yield peers, lost, port, strangers, said
     for one in peers:
         one.announce_end()
@@ -168,7 +168,7 @@ def test_recorded_messages_cannot_be_replayed(hub):
     threading.Thread(target=relay_messages, daemon=True).start()
     third = PeerMachines(2, "10.0.0.2", 60, lambda: None)
     assert third.connect("127.0.0.1", relay.getsockname()[1], make_seal(), [2]) is None
-    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    wait_for(lambda: {each.peer.machine for each in peers[0]._connections.values()} == {1, 2})
     third.announce_end()
     wait_for(lambda: b'"leaving"' in b"".join(heard))
     assert strangers.num_dropped == 0

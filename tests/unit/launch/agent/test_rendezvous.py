@@ -6,7 +6,7 @@ from headway.common.sealing import Seal, UnsealedCounter
 from headway.core.runtime.network import find_free_port
 from headway.errors import LaunchError
 from headway.launch.agent.rendezvous import create_handler_for
-from headway.launch.plan import AgentOrder, Program
+from headway.launch.order import AgentOrder, Program
 
 
 @pytest.mark.parametrize("conf", [{"backend": "x"}, {"join_timeout": "soon"}, {"last_call_timeout": "-1"}])

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headway.core.checkpoint.saving import writer
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.launch.agent.endings import HangReport
 from headway.launch.watch.hang_watch import HangWatch, ObservedRank, describe_progress
 from headway.launch.watch.views import encode_view
@@ -22,8 +22,8 @@ class RankFiles:
     def __init__(self, folder, said, machines=None, timeout=0.3):
         paths = [folder / f"rank{rank}.pulse" for rank in range(2)]
         for path in paths:
-            pulse.create_pulse(path)
-        self.pulses = [pulse.HeartbeatFile(path) for path in paths]
+            heartbeat_file.create_file(path)
+        self.files = [heartbeat_file.HeartbeatFile(path) for path in paths]
         self.workers = [ObservedRank(rank, os.getpid(), path) for rank, path in enumerate(paths)]
         self.watch = HangWatch(timeout, said.append, machines)
         self.watch._workers, self.watch._world_size = tuple(self.workers), 2
@@ -31,11 +31,11 @@ class RankFiles:
         self.beat(1, "/u/train.py", 9)
 
     def beat(self, rank, file, line):
-        self.pulses[rank].set_note({"stack": [[file, line, "main"]], "still": time.monotonic(), "torch": []})
-        self.pulses[rank].record_beat(1)
+        self.files[rank].set_note({"stack": [[file, line, "main"]], "still": time.monotonic(), "torch": []})
+        self.files[rank].record_beat(1)
 
     def check_ranks(self):
-        for one in self.pulses:
+        for one in self.files:
             one.record_beat(2)  # a busy machine must not delay them
         self.watch._check_ranks(self.watch._workers)
         return None if self.watch.found is None else HangReport(self.watch.found)
@@ -49,8 +49,8 @@ def said():
 
 def test_missing_rank_is_found_in_the_heartbeat_files(tmp_path, said):
     ranks = RankFiles(tmp_path, said)
-    ranks.pulses[1].note_progress(12, 1)
-    ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
+    ranks.files[1].note_progress(12, 1)
+    ranks.files[0].enter_collective("gather", "/u/train.py:7")
     assert ranks.check_ranks() is None
     time.sleep(0.35)
     report = ranks.check_ranks()
@@ -68,24 +68,24 @@ def test_missing_rank_is_found_in_the_heartbeat_files(tmp_path, said):
 
 def test_requested_stack_dump_does_not_count_as_writing(tmp_path):
     path = tmp_path / "rank0.pulse"
-    pulse.create_pulse(path)
+    heartbeat_file.create_file(path)
     worker = ObservedRank(0, os.getpid(), path)
     with open(f"{path}.stacks", "w") as dump, open(tmp_path / "model", "w") as file:
         worker.update_activity(1.0)
         dump.write("a stack" * 9)
         dump.flush()
         worker.update_activity(2.0)
-        assert worker.written == 1.0
+        assert worker.last_write == 1.0
         file.write("weights")
         file.flush()
         worker.update_activity(3.0)
-        assert worker.written == 3.0
+        assert worker.last_write == 3.0
 
 
 def test_write_excuses_up_to_its_last_byte(tmp_path, said):
     ranks = RankFiles(tmp_path, said, timeout=1.0)
     ranks.beat(1, writer.__file__, 3)
-    ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
+    ranks.files[0].enter_collective("gather", "/u/train.py:7")
     ranks.watch._read_view(ranks.workers[1])
     began = time.monotonic()
     view = ranks.watch._read_view(ranks.workers[1])
@@ -97,9 +97,9 @@ def test_write_excuses_up_to_its_last_byte(tmp_path, said):
 
 def test_rank_that_arrives_is_not_missing(tmp_path, said):
     ranks = RankFiles(tmp_path, said)
-    number = ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
+    number = ranks.files[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(0.35)
-    ranks.pulses[0].leave_collective(number)
+    ranks.files[0].leave_collective(number)
     assert ranks.check_ranks() is None
 
 
@@ -107,7 +107,7 @@ def test_rank_that_arrives_is_not_missing(tmp_path, said):
 def test_debugger_is_reported_once_and_extends_the_time(tmp_path, said):
     ranks = RankFiles(tmp_path, said, timeout=1.5)
     ranks.beat(1, f"{STDLIB}/pdb.py", 3)
-    ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
+    ranks.files[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(1.6)
     assert ranks.check_ranks() is None
     assert ranks.check_ranks() is None
@@ -121,8 +121,8 @@ def test_debugger_is_reported_once_and_extends_the_time(tmp_path, said):
 
 def test_script_sets_the_timeout(tmp_path, said):
     ranks = RankFiles(tmp_path, said)
-    ranks.pulses[0].set_timeout(60.0)
-    ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
+    ranks.files[0].set_timeout(60.0)
+    ranks.files[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(0.35)
     assert ranks.check_ranks() is None
 
@@ -141,7 +141,7 @@ def test_machine_0_decides_for_all(tmp_path, said):
 
     machines = FakeMachines()
     ranks = RankFiles(tmp_path, said, machines)
-    ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
+    ranks.files[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(0.35)
     assert ranks.check_ranks() is None  # another machine must decide
     assert [view["rank"] for view in told[0]] == [0, 1]
@@ -156,14 +156,14 @@ def test_machine_0_decides_for_all(tmp_path, said):
 
 def test_restart_begins_a_new_watch(tmp_path, said):
     ranks = RankFiles(tmp_path, said)
-    ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
+    ranks.files[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(0.35)
     assert ranks.check_ranks() is not None
-    ranks.watch.end_attempt()
+    ranks.watch.release_ranks()
     assert ranks.watch._workers == ()
     ranks.watch.note_ended({})
     watch = HangWatch(0, said.append)
-    watch.begin_attempt(ranks.workers, 2)
+    watch.watch_ranks(ranks.workers, 2)
     assert watch._thread is None  # a timeout of 0 disables the watch
     watch.note_ended({1: 0})
     assert ranks.workers[1].exit_code == 0

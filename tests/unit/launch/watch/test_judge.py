@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.common.callsite import Frame
 from headway.core.checkpoint.saving import writer
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.launch.watch import judge as hang
 from headway.launch.watch import report
 from headway.launch.watch.judge import diagnose_hang
@@ -60,7 +60,7 @@ def test_rank_that_does_not_arrive_is_missing():
         [],
     ],
 )
-def test_no_false_alarm(views):
+def test_healthy_ranks_cause_no_alarm(views):
     assert diagnose_hang(views, 10) is None
 
 
@@ -134,7 +134,7 @@ def test_all_ranks_wait_in_one_operation():
     assert "in the same operation: the likely cause is the network between them" in report.format_headline(verdict)
 
 
-def test_group_of_some_ranks():
+def test_only_members_of_the_group_are_missing():
     views = [
         make_inside(0, 11, group="tp", members=(0, 1)),
         make_outside(1, group="tp"),
@@ -159,7 +159,7 @@ def test_rendezvous_counts_as_waiting():
     assert "missing from init_process_group" in report.format_headline(verdict)
 
 
-def test_excuses():
+def test_debugger_and_file_writes_excuse_a_rank():
     bug = RankView(1, frames=(Frame(f"{STDLIB}/pdb.py", 3, "cmdloop"),))
     assert hang.find_excuse(bug, 10) == "a debugger has stopped it"
     assert hang.find_excuse(RankView(1, state="t"), 10) == "a debugger has stopped it"
@@ -234,7 +234,9 @@ def test_view_is_encoded_and_decoded(views):
 
 
 def test_waiting_for_the_commit_of_a_checkpoint_is_a_wait_without_a_collective():
-    commits = RankView(0, beat_age=0.1, phase=pulse.WAITING_FOR_PARTS, phase_age=11, frames=WRITER, writing_age=11)
+    commits = RankView(
+        0, beat_age=0.1, phase=heartbeat_file.WAITING_FOR_PARTS, phase_age=11, frames=WRITER, writing_age=11
+    )
     writes = RankView(1, beat_age=0.1, frames=WRITER, writing_age=11, still_age=11, excused_age=11)
     verdict = diagnose_hang([commits, writes], 10)
     assert verdict is not None

@@ -58,7 +58,7 @@ def test_condition_that_not_every_rank_passes(script, line, told):
     assert (None if found is None else (found[0].line, found[1])) == told
 
 
-def test_condition_of_a_caller(script):
+def test_condition_around_the_call_is_found_in_the_caller(script):
     inner = Frame(__file__, 1, "helper")
     found = stacks.find_condition([inner, Frame(script, 5, "train")])
     assert found is not None
@@ -83,7 +83,7 @@ def test_loop_that_a_rank_has_left(script):
     assert stacks.find_left_loop([], waiting) is None
 
 
-def test_main_thread_of_a_dump():
+def test_main_thread_of_a_dump_is_parsed():
     text = (
         'Thread 0x01 (most recent call first):\n  File "/lib/threading.py", line 3 in wait\n\n'
         'Current thread 0x02 (most recent call first):\n  File "/elsewhere/a b.py", line 12 in <lambda>\n'

@@ -2,13 +2,13 @@
 
 from torch.distributed.tensor import DTensor
 
-from headway.layouts.context.attention import RingAttention, RingDispatcher, attention
+from headway.layouts.context.ring_attention import RingAttention, RingDispatcher, torch_attention
 
 
 def test_last_ring_restores_torch() -> None:
     def read_state() -> tuple[object, list[str]]:
         handlers = DTensor._op_dispatcher._custom_op_handlers
-        return attention._cp_options.rotate_method, sorted(map(str, handlers))
+        return torch_attention._cp_options.rotate_method, sorted(map(str, handlers))
 
     before = read_state()
     known = RingDispatcher()

@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 
-from headway.layouts.context import sequences
+from headway.layouts.context import dry_run, sequences
 from headway.layouts.tensor.crossings import SplitAxis
 
 
@@ -63,7 +63,7 @@ def test_shortened_arguments_contain_a_few_tokens() -> None:
         "count": torch.tensor(7.0),
         "name": "x",
     }
-    args, few = sequences.shorten_arguments((torch.zeros(3, 20),), given, 8, ("labels",))
+    args, few = dry_run.shorten_arguments((torch.zeros(3, 20),), given, 8, ("labels",))
     assert args[0].shape == (2, 8)
     assert few["input_ids"].tolist() == [list(range(8)), list(range(20, 28))]
     assert few["attention_mask"].tolist() == [[1] * 8] * 2
@@ -73,9 +73,9 @@ def test_shortened_arguments_contain_a_few_tokens() -> None:
     assert few["nested"][0].shape == (2, 8, 5)
     assert (few["count"], few["name"]) == (7.0, "x")
     assert given["labels"].min() == -100
-    assert sequences.shorten_arguments((1,), {}, 8, ()) == ((1,), {})
+    assert dry_run.shorten_arguments((1,), {}, 8, ()) == ((1,), {})
     alone = {"ids": torch.arange(20)[None], "bias": torch.zeros(1, 1, 20, 20), "weights": torch.ones(1)}
-    _, few = sequences.shorten_arguments((), alone, 8, ())
+    _, few = dry_run.shorten_arguments((), alone, 8, ())
     assert few["ids"].tolist() == [list(range(8))] * 2
     assert (few["bias"].shape, few["weights"].shape) == ((2, 1, 8, 8), (1,))
 
@@ -83,7 +83,7 @@ def test_shortened_arguments_contain_a_few_tokens() -> None:
 @pytest.mark.parametrize(("ignored", "row"), [(-1, [3, 0, 4, 0]), (0, [3, 4, 4, 4]), (4, [3, 0, 0, 0])])
 def test_rows_get_different_numbers_of_labels(ignored: int, row: list[int]) -> None:
     given = {"labels": torch.tensor([[3, 0, 4, 0]] * 2), "targets": torch.ones(2, 4), "ids": torch.zeros(2, 4)}
-    found = sequences.ignore_some_labels(given, ["labels", "targets"], ignored)
+    found = dry_run.ignore_some_labels(given, ["labels", "targets"], ignored)
     assert found["labels"].tolist() == [[ignored, *row[1:]], row]
     assert found["targets"] is given["targets"]
     assert given["labels"][0, 0] == 3
@@ -92,24 +92,20 @@ def test_rows_get_different_numbers_of_labels(ignored: int, row: list[int]) -> N
 def test_differences_are_described() -> None:
     whole = {"loss": torch.tensor(2.0), "logits": torch.tensor([[1.0, torch.nan, 300.0]])}
     near = {"loss": torch.tensor(2.0001), "logits": whole["logits"] + 1e-3}
-    assert sequences.describe_difference(whole, near, is_exact=True) == ""
-    assert "its loss differs" in sequences.describe_difference(
-        whole, {**near, "loss": torch.tensor(2.0002)}, True, True
-    )
+    assert dry_run.describe_difference(whole, near, is_exact=True) == ""
+    assert "its loss differs" in dry_run.describe_difference(whole, {**near, "loss": torch.tensor(2.0002)}, True, True)
     far = {**whole, "loss": torch.tensor(2.01)}
-    assert sequences.describe_difference(whole, far, is_exact=False) == ""
-    assert "its loss differs by 0.01 (the largest value is 2)" in sequences.describe_difference(
-        whole, far, is_exact=True
-    )
-    assert "shape (1, 3) differs" in sequences.describe_difference(whole, {**whole, "logits": torch.ones(1, 3)}, True)
-    assert "shapes [(1, 2)] when it is cut, and [(1, 3)]" in sequences.describe_difference(
+    assert dry_run.describe_difference(whole, far, is_exact=False) == ""
+    assert "its loss differs by 0.01 (the largest value is 2)" in dry_run.describe_difference(whole, far, is_exact=True)
+    assert "shape (1, 3) differs" in dry_run.describe_difference(whole, {**whole, "logits": torch.ones(1, 3)}, True)
+    assert "shapes [(1, 2)] when it is cut, and [(1, 3)]" in dry_run.describe_difference(
         torch.ones(1, 3), torch.ones(1, 2), True
     )
 
 
 def test_evaluation_mode_is_undone() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())
-    with sequences.enter_evaluation(model):
+    with dry_run.enter_evaluation(model):
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
     assert [module.training for module in model] == [True, False]
@@ -127,7 +123,7 @@ class MergingLinear(torch.nn.Linear):
 
 def test_layers_that_merge_weights_in_evaluation_mode_separate_them_again() -> None:
     model = torch.nn.Sequential(MergingLinear(2, 2), torch.nn.Dropout(), torch.nn.BatchNorm1d(2).eval())
-    with sequences.enter_evaluation(model):
+    with dry_run.enter_evaluation(model):
         assert model[0].is_merged
     assert not model[0].is_merged
     assert [module.training for module in model] == [True, True, False]

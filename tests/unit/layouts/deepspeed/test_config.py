@@ -68,11 +68,12 @@ def test_precision_is_set_in_the_json() -> None:
         assert config.get("fp16", {}).get("enabled", False) == (precision == "fp16")
         assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert "data_types" not in complete_settings({"zero_optimization": {"stage": 1}}, RunValues(2, 1, "bf16", 1)).config
-    by_torch = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    assert "bf16" not in complete_settings(by_torch, RunValues(2, 1, "bf16", 1)).config
+    for dtype in ("bfloat16", "bf16", "torch.bfloat16"):
+        by_torch = {"torch_autocast": {"enabled": True, "dtype": dtype}}
+        assert "bf16" not in complete_settings(by_torch, RunValues(2, 1, "bf16", 1)).config
 
 
-def test_scaler_of_fp16() -> None:
+def test_settings_of_the_fp16_scaler_come_from_the_handler() -> None:
     run = RunValues(2, 1, "fp16", 1, scaler=GradScalerKwargs(init_scale=2.0**10, growth_interval=50))
     section = complete_settings({"fp16": {"enabled": "auto", "loss_scale_window": "auto"}}, run).config["fp16"]
     assert section["loss_scale_window"] == 50
@@ -104,7 +105,10 @@ def test_unknown_key_gets_the_nearest_name() -> None:
         {"tensor_parallel": {"autotp_size": 2}},
         {"amp": {"enabled": True}},
         {"dataloader_drop_last": True},
-        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        *(
+            {"torch_autocast": {"enabled": True, "dtype": each}}
+            for each in ("float16", "torch.float16", "fp16", "half")
+        ),
         {"zero_optimization": {"stage": 1, "overlap_comm": True}},
         {"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}},
     ],

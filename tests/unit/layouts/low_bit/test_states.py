@@ -119,9 +119,9 @@ def test_stochastic_rounding_ignores_and_keeps_the_random_state(monkeypatch):
             for p in group["params"]:
                 p.grad = torch.full_like(p, 0.1)
         torch.manual_seed(seed)
-        wanted = torch.get_rng_state()
+        expected = torch.get_rng_state()
         optimizer.step()
-        assert torch.equal(torch.get_rng_state(), wanted)
-        assert not torch.equal(before[0], wanted)
+        assert torch.equal(torch.get_rng_state(), expected)
+        assert not torch.equal(before[0], expected)
         found.append([p.detach() for group in optimizer.param_groups for p in group["params"]])
     assert all(torch.equal(a, b) for a, b in zip(*found))

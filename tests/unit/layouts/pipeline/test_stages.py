@@ -41,7 +41,7 @@ def test_modules_beside_the_blocks_are_on_the_first_or_the_last_stage():
     assert moved["positions"] == {1}
 
 
-def test_holders_of_a_parameter():
+def test_parameters_are_held_by_the_stages_that_use_them():
     model = GPT(num_blocks=3)
     model.scale = nn.Parameter(torch.ones(1))
     holders = find_cut(3, model).map_stages(model)
@@ -89,12 +89,12 @@ def test_every_rank_has_its_number_of_stages(schedule):
     assert ranks == ([0, 1, 2, 2, 1, 0] if schedule == "zbv" else [0, 1, 2] * options.num_per_rank)
 
 
-def test_layouts_with_a_pipeline():
+def test_stages_are_consecutive_ranks():
     assert Layout(pp=2, shard=2).stages == [range(2), range(2, 4)]
     assert [list(group) for group in Layout(pp=2, replicate=2).list_groups("pp")] == [[0, 2], [1, 3]]
 
 
-def test_sparse_gradient_of_a_stages_output():
+def test_sparse_gradient_of_a_stages_output_is_split():
     joined = torch.ones(2, 3, requires_grad=True)
     whole = torch.gather(joined, 1, torch.tensor([[0], [2]]), sparse_grad=True)
     stage = SimpleNamespace(outputs={0: [joined]}, output_grads={})

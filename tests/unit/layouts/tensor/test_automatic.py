@@ -13,6 +13,7 @@ from headway.core.config.parallelism import TensorParallelOptions
 from headway.errors import PrepareError
 from headway.layouts.tensor import automatic, plans
 from headway.layouts.tensor.crossings import SplitAxis
+from headway.layouts.tensor.sequence_split import arrange_sequences
 from tests.sweep.models import CASES
 
 
@@ -153,9 +154,9 @@ def test_module_that_refuses_hooks_is_not_split() -> None:
 def list_gathered(model: nn.Module) -> list[str]:
     options = replace(find_plan(model), sequence_parallel=True)
     model_split = plans.read_plan(model, SplitAxis(None, None, 0, 2), options)
-    region = plans.arrange_sequences(model, model_split)
-    automatic.check_blocks(model, model_split, region)
-    return region.gathered
+    sequences = arrange_sequences(model, model_split)
+    automatic.check_blocks(model, model_split, sequences)
+    return sequences.gathered
 
 
 def test_attention_that_stays_whole_is_refused_with_parts_of_sequences() -> None:

@@ -12,9 +12,11 @@ from torch import nn
 
 from headway.core.config.parallelism import STYLES, TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
-from headway.layouts.tensor import calls, plans, styles
+from headway.layouts.tensor import head_counts, plans, styles
 from headway.layouts.tensor.crossings import SplitAxis
-from headway.layouts.tensor.tensor_parallel import _find_dimensions, _find_head
+from headway.layouts.tensor.parameter_splits import find_dimensions
+from headway.layouts.tensor.sequence_split import arrange_sequences
+from headway.layouts.tensor.tensor_parallel import _find_head
 from tests.distributed.cut_models import GPT, GPT_PLAN
 
 AXIS = SplitAxis(None, None, 0, 2)
@@ -23,10 +25,10 @@ AXIS = SplitAxis(None, None, 0, 2)
 def read_and_check(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.ModelSplit:
     options = TensorParallelOptions(plan, **more)
     model_split = plans.read_plan(model, AXIS, options)
-    calls.check_heads(model, model_split, AXIS.size, options)
+    head_counts.check_heads(model, model_split, AXIS.size, options)
     if options.sequence_parallel:
-        plans.arrange_sequences(model, model_split)
-    _find_dimensions(model, model_split, AXIS)
+        arrange_sequences(model, model_split)
+    find_dimensions(model, model_split, AXIS)
     return model_split
 
 
@@ -96,12 +98,24 @@ def test_invalid_plan_is_an_error_that_names_the_module(name: str) -> None:
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_unknown_style_in_the_plan_of_a_model_is_a_config_error(is_adapted: bool) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4))
+    model._tp_plan = {"0": "twowise"}  # type: ignore[assignment]
+    if is_adapted:
+        model = importlib.import_module("peft").get_peft_model(
+            model, importlib.import_module("peft").LoraConfig(target_modules=["0"])
+        )
+    with pytest.raises(ConfigError, match="the style 'twowise', which is not supported"):
+        plans.read_plan(model, AXIS, TensorParallelOptions())
+
+
 def test_counts_may_be_kept_or_divided() -> None:
     read_and_check(CountedHeads(), {"q": "colwise"}, keep=("num_heads",))
     model, options = CountedHeads(), TensorParallelOptions({"q": "colwise"}, divide=("num_heads",))
     model_split = plans.read_plan(model, AXIS, options)
-    calls.check_heads(model, model_split, 2, options)
-    calls.divide_counts(model, model_split, 2, options)
+    head_counts.check_heads(model, model_split, 2, options)
+    head_counts.divide_counts(model, model_split, 2, options)
     assert model.num_heads == 2
 
 
@@ -142,8 +156,12 @@ def test_plans_of_transformers_use_supported_styles() -> None:
         if set(plan.values()) - set(STYLES) or plans.list_faults(plan)
     }
     assert len(found) >= len(refused) + 140, refused
-    # Plans of transformers with which a model would compute other results.
-    assert set(refused) <= {"inkling.InklingTextConfig", "inkling2.Inkling2TextConfig"}
+    # Plans of transformers with which a model would compute other results. The last one is new in 5.24.
+    assert set(refused) <= {
+        "inkling.InklingTextConfig",
+        "inkling2.Inkling2TextConfig",
+        "inkling2_loop.Inkling2LoopTextConfig",
+    }
 
 
 def test_all_styles_of_transformers_are_supported() -> None:

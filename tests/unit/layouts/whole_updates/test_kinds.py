@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import optim
 
-from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_known_kind, try_kind
+from headway.layouts.whole_updates.kinds import TrialRefused, UpdateKind, find_known_kind
+from headway.layouts.whole_updates.trial import try_kind
 
 
 class RowMeans(optim.SGD):

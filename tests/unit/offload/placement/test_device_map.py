@@ -223,9 +223,9 @@ def test_budgets_stay_where_nothing_can_be_balanced():
 
 def test_maps_by_hand_are_checked_and_every_fault_is_named():
     model = Chain(2)
-    with pytest.raises(DeviceMapError) as caught:
+    with pytest.raises(DeviceMapError) as exc_info:
         check_device_map(model, {"embeding": 0, "blocks.0": "gpu", "blocks.1.up": 1})
-    text = str(caught.value)
+    text = str(exc_info.value)
     for fault in ("no 'embeding'; did you mean 'embedding'?", "'blocks.0': 'gpu' is not a device", "'embedding.weight' has no place",
                   "'blocks.1.down.weight' has no place", "'head.weight' has no place"):  # fmt: skip
         assert fault in text

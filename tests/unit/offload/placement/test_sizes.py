@@ -36,7 +36,7 @@ def test_unknown_dtype_is_refused(dtype):
         dtype_byte_size(dtype)
 
 
-def test_stored_dtype_of_each_kind():
+def test_only_floating_point_tensors_are_stored_in_the_given_dtype():
     kinds = {torch.float32: torch.float16, torch.bfloat16: torch.float16, torch.int64: torch.int64,
              torch.bool: torch.bool, torch.float8_e4m3fn: torch.float8_e4m3fn, torch.complex64: torch.complex64}  # fmt: skip
     for own, stored in kinds.items():
@@ -79,7 +79,7 @@ def test_tied_weights_count_once_under_their_first_name():
     assert find_tied_parameters(model) == [["embedding.weight", "head.weight"]]
 
 
-def test_tied_parameters_at_the_top_and_modules_used_twice():
+def test_tied_parameters_and_modules_used_twice_count_once():
     model = nn.Module()
     model.a = nn.Parameter(torch.ones(2))
     model.b = model.a
@@ -98,7 +98,7 @@ def test_named_tensors_equal_accelerates():
         assert ours == [name for name, _ in peer.named_module_tensors(model, **options)]
 
 
-def test_largest_layer():
+def test_largest_layer_equals_accelerates():
     model = Chain(2)
     sizes = compute_module_sizes(model)
     parts = list(model.named_children())

@@ -172,7 +172,7 @@ def test_smallest_first_load_is_the_minimum(problem):
     assert (None if found is None else found[0]) == min(loads, default=None)
 
 
-def test_former_case_with_an_empty_device():
+def test_solver_leaves_no_device_empty_in_a_former_failure():
     found = solve_placement([ModelPart(k * 1000) for k in (40, 40, 160, 40, 40)], [170_000] * 3, [DISK])
     assert found.part_devices == [0, 0, 1, 2, 2]
 

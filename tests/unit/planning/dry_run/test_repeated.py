@@ -10,8 +10,9 @@ from headway import ActivationCheckpointing, ShardingOptions
 from headway.core.config.engines import EngineOptions
 from headway.core.config.mesh import parse_layout
 from headway.forecasting.device.devices import find_device
-from headway.planning.compare import plan
-from headway.planning.dry_run.trial import can_repeat_blocks, dry_run_rank, dry_run_repeated
+from headway.planning.dry_run.rank_update import dry_run_rank
+from headway.planning.dry_run.repeated import can_repeat_blocks, dry_run_repeated
+from headway.planning.plan import plan
 from tests.unit.planning.models import Chain, chain_loss, llama_config, loss, tied
 
 DEPTH = 17

@@ -12,9 +12,9 @@ from torch import nn
 
 import headway
 from headway.forecasting.device.devices import find_device
-from headway.forecasting.tracing.trace import StorageTracker
+from headway.forecasting.tracing.storage_tracker import StorageTracker
 from headway.planning._torch import FakeTensorMode
-from headway.planning.dry_run.script import ScriptTracker
+from headway.planning.dry_run.script_trace import ScriptTracker
 
 pytestmark = pytest.mark.slow
 
@@ -125,6 +125,89 @@ def test_script_gets_its_arguments_and_its_output_is_not_in_the_json(tmp_path):
     assert "train.py" in found["peak_line"] or found["peak_line"] == ""
 
 
+def test_module_is_forecast_like_its_script(tmp_path):
+    """The module imports another one of its package, and gets its arguments."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "nets.py").write_text("from torch import nn\nmake_activation = nn.Tanh\n")
+    text = make_script().replace("import sys", "import sys\nfrom package.nets import make_activation")
+    (package / "train.py").write_text(text.replace("nn.Tanh()", "make_activation()"))
+    command = [
+        sys.executable,
+        "-m",
+        "headway",
+        "estimate",
+        "-m",
+        "package.train",
+        "--device",
+        "cpu",
+        "--json",
+        "--",
+        "64",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout)
+    own = forecast_script(tmp_path, make_script(), "--", "64", device="cpu")
+    assert (found["batch_size"], found["allocated"]) == (64, own["allocated"])
+    ended = subprocess.run([*command[:5], "package.other", *command[6:]], capture_output=True, text=True, cwd=tmp_path)
+    assert "there is no module package.other" in ended.stderr
+
+
+def test_output_of_exit_functions_and_of_child_processes_is_not_in_the_json(tmp_path):
+    prints = (
+        "import atexit, subprocess\natexit.register(print, 'at the end')\n"
+        "subprocess.run([sys.executable, '-c', 'print(1)'], check=True)\naccelerator ="
+    )
+    ended = run_estimate(tmp_path, make_script().replace("accelerator =", prints, 1), "--json", device="cpu")
+    assert json.loads(ended.stdout)["batch_size"] == 512
+    assert {"at the end", "1"} <= set(ended.stderr.splitlines())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_that_is_not_prepared_is_forecast_like_a_prepared_one(tmp_path, workers):
+    """The script also reads its data before it prepares the model, where the batches have values, as in a real run."""
+    text = make_script().replace("optimizer, loader =", "optimizer =").replace("optimizer, loader)", "optimizer)")
+    mean = "mean = sum(inputs.abs().mean().item() for inputs, _ in loader) / len(loader)\nassert 0.7 < mean < 0.9\nmodel, opt"
+    text = text.replace("model, opt", mean, 1).replace("shuffle=True", f"shuffle=True, num_workers={workers}")
+    found = forecast_script(tmp_path, text, device="cpu")
+    own = forecast_script(tmp_path, make_script(), device="cpu")
+    assert (found["batch_size"], found["allocated"], found["split"]) == (512, own["allocated"], own["split"])
+
+
+@pytest.mark.parametrize(
+    "batch", ["Graph(inputs, targets)", "Data(inputs, targets)", "UserDict(batch=Graph(inputs, targets))"]
+)
+def test_batches_of_other_types_count_like_tuples(tmp_path, batch):
+    """A dataclass, an object with attributes, and a mapping such as a BatchEncoding hold the tensors of the batches."""
+    types = """
+from collections import UserDict
+from dataclasses import dataclass
+
+@dataclass
+class Graph:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+class Data:
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets = inputs, targets
+
+def collate(rows):
+    inputs, targets = torch.utils.data.default_collate(rows)
+    return BATCH
+
+accelerator =""".replace("BATCH", batch)
+    text = make_script().replace("accelerator =", types, 1).replace("shuffle=True", "collate_fn=collate")
+    text = text.replace("step, (inputs, targets) in", "step, batch in").replace(
+        "    with accelerator.accumulate(model):", "    batch = getattr(batch, 'data', {}).get('batch', batch)\n"
+        "    inputs, targets = batch.inputs, batch.targets\n    with accelerator.accumulate(model):",
+    )  # fmt: skip
+    found = forecast_script(tmp_path, text, device="cpu")
+    own = forecast_script(tmp_path, make_script(), device="cpu")
+    assert (found["batch_size"], found["allocated"], found["split"]) == (512, own["allocated"], own["split"])
+
+
 def test_neighboring_file_named_like_a_standard_module_is_ignored(tmp_path):
     beside, page = tmp_path / "beside", tmp_path / "page.html"
     beside.mkdir()
@@ -132,8 +215,8 @@ def test_neighboring_file_named_like_a_standard_module_is_ignored(tmp_path):
     (beside / "train.py").write_text(make_script())
     more = ["--script", "beside/train.py", "--device", "t4", "--page", str(page)]
     command = [sys.executable, "-m", "headway", "estimate", *more]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert (ended.returncode, page.exists()) == (0, True), ended.stderr[-3000:]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert (result.returncode, page.exists()) == (0, True), result.stderr[-3000:]
 
 
 def test_line_that_reads_a_value_is_named(tmp_path):
@@ -203,10 +286,9 @@ def test_trainer_with_metrics_needs_no_option(tmp_path):
     )
 
 
-def test_metrics_and_a_script_that_ends_itself(tmp_path):
-    text = make_script(after="seen = accelerator.gather_for_metrics(outputs).numpy(); break").replace(
-        "raise SystemExit", "str"
-    )
+def test_script_that_gathers_metrics_and_leaves_its_loop_is_reported_as_ended(tmp_path):
+    text = make_script(after="seen = accelerator.gather_for_metrics(outputs).numpy(); break")
+    text = text.replace("raise SystemExit", "str")  # the script then ends without an exception
     found = forecast_script(tmp_path, text)
     assert any("ended after its first update" in each for each in found["caveats"])
 
@@ -261,14 +343,33 @@ def test_dry_run_saves_loads_and_tracks_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        make_script().replace("optimizer = ", "model = torch.compile(model)\noptimizer = ", 1),
+        make_script().replace("optimizer = ", "model.compile()\noptimizer = ", 1),
+        make_script("dynamo_backend='inductor'"),
+        make_script(line="outputs = torch.compile(torch.nn.functional.relu)(outputs)"),
+    ],
+    ids=["wrapped", "in place", "by Headway", "function"],
+)
+def test_compiled_code_is_forecast_as_uncompiled(tmp_path, text):
+    found = forecast_script(tmp_path, text)
+    assert sum("assumes that nothing is compiled" in each for each in found["caveats"]) == 1
+    if "relu" not in text:
+        plain = forecast_script(tmp_path, make_script())
+        assert found["allocated"] == plain["allocated"]
+        assert not any("compiled" in each for each in plain["caveats"])
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         (make_script(line="outputs = outputs.repeat_interleave(outputs.argmax(1), 0)"), "depends on values"),
+        (make_script().replace("for step,", "model(data.tensors[0]).sum().item()\nfor step,"), "train.py:16: it reads a value"),
         ("print('no training')", "made no update"),
         ("raise SystemExit(3)", "ended with 3"),
-        (make_script().replace("optimizer = ", "model = torch.compile(model)\noptimizer = ", 1), "torch.compile"),
     ],
-    ids=["data-dependent", "no-training", "exit", "compiled"],
+    ids=["data-dependent", "before the first batch", "no-training", "exit"],
 )  # fmt: skip
 def test_operations_that_prevent_a_forecast_are_reported(tmp_path, text, said):
     ended = run_estimate(tmp_path, text)
@@ -288,6 +389,6 @@ def test_invalid_use_is_refused(tmp_path):
                         (["--script", "no.py"], "--script needs --device"),
                         (["--script", "no.py", "--device", "t4", "--recompute"], "--activation_checkpointing is decided by"),
                         (["llama", "--", "3"], "only a script takes arguments")):  # fmt: skip
-        ended = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-        assert ended.returncode == 2
-        assert said in ended.stderr
+        result = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        assert result.returncode == 2
+        assert said in result.stderr

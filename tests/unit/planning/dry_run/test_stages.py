@@ -1,6 +1,6 @@
 """Test plans of pipelines and of context parallelism against numbers computed by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -9,10 +9,13 @@ import torch
 from headway import PipelineOptions, TensorParallelOptions
 from headway.core.config.mesh import parse_layout
 from headway.errors import StateError, UnsupportedError
-from headway.planning.compare import compare_layouts, plan
-from headway.planning.costs import ClusterRates, StageTimeline, compute_cost, simulate_stages
-from headway.planning.dry_run.fake_group import ObjectNotReady, PeerObjects
+from headway.planning.cluster import ClusterRates
+from headway.planning.compare import compare_layouts
+from headway.planning.costs import compute_cost
+from headway.planning.dry_run.fake_collectives import ObjectNotReady, PeerObjects
 from headway.planning.dry_run.meter import PlanEvent
+from headway.planning.pipeline_simulation import StageTimeline, simulate_stages
+from headway.planning.plan import plan
 from headway.planning.sources import make_config_source
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss
 
@@ -57,7 +60,7 @@ def test_stages_equal_numbers_by_hand():
     assert found.total == found.rank0.num_bytes + 8 * ROW
     assert found.peak > found.total  # includes temporaries
     assert (found.saved.num_files, found.saved.per_rank) == (4, 3 * MATRIX)
-    assert "by place along the pipeline" in str(found)
+    assert "per pipeline stage" in str(found)
 
 
 @pytest.mark.slow
@@ -68,7 +71,7 @@ def test_gpipe_keeps_all_micro_batches():
     assert found.sent()["pp", "broadcast"] == 8 * ROW
 
 
-def test_replicas_of_stages():
+def test_replicas_of_stages_hold_and_reduce_only_their_stage():
     found = plan_pipeline("1f1b", 4, ranks=8, strategy="ddp=4+pp=2")
     assert [found.shares.get_share(rank).weights for rank in range(8)] == [2 * MATRIX] * 8
     assert found.sent()["replicate", "all_reduce"] == pytest.approx(2 * MATRIX * 2 * 3 / 4, abs=16)
@@ -76,6 +79,15 @@ def test_replicas_of_stages():
     spent = compute_cost(found, ClusterRates(machine_ranks=4, intra=1e3, inter=1e9, flops=1e9))
     assert spent.bottleneck == "replicate"
     assert spent.seconds == pytest.approx(spent.by_axis["replicate"], rel=0.1)
+
+
+def test_groups_along_several_axes_send_within_their_machine():
+    """All eight ranks are on one machine, so an all-reduce over the four ranks of a stage never uses a network card."""
+    found = plan_pipeline("1f1b", 4, ranks=8, strategy="pp=2+hsdp=2")
+    event = PlanEvent("all_reduce", 3000.0, "replicatexshard", (0, 1, 2, 3))
+    only_event = replace(found, stages=(replace(found.stages[0], events=(event,)),))
+    spent = compute_cost(only_event, ClusterRates(machine_ranks=8, intra=1e3, inter=1.0, flops=1e9))
+    assert spent.seconds == 3.0
 
 
 def make_events(schedule, place, num, num_stages):

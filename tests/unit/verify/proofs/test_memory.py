@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from headway.verify.proofs.memory import check_memory
-from headway.verify.records import RunRecord, UpdateRecord
+from headway.verify.record_types import RunFacts, UpdateRecord
+from headway.verify.records import RunRecord
 from headway.verify.request import RunRequest
 from headway.verify.verdict import RunSet
 
@@ -20,7 +21,7 @@ def make_record(
     place = folder / name
     place.mkdir()
     (place / "output.txt").write_text(output)
-    record = RunRecord(RunRequest(name, str(place), str(place)), 1, code, output, facts_by_rank=[facts])
+    record = RunRecord(RunRequest(name, str(place), str(place)), 1, code, output, facts_by_rank=[RunFacts(**facts)])
     updates = {
         number: UpdateRecord(number=number, seconds=0.1, resident_bytes=100 * MIB + number * growth)
         for number in range(1, 7)
@@ -30,10 +31,10 @@ def make_record(
 
 
 def make_output(allocated: int, device: str = "cpu", *, fits: bool | None = None) -> str:
-    """Return the output of `headway estimate --script --json`, after a line that the script printed."""
+    """Return the output of `headway estimate --script --json`, between lines that the script printed."""
     sizes = {"allocated": allocated, "least": 2 * allocated, "total": 3 * allocated, "most": 4 * allocated}
     found = {"device": device, **sizes, "fits": fits, "caveats": ["a caveat"]}
-    return f"epoch 0: {{loss}}\n{json.dumps(found, indent=1)}\n"
+    return f"epoch 0: {{loss}}\n{json.dumps(found, indent=1)}\nprinted at exit\n"
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ def main():
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     optimizer.zero_grad()
     for epoch in range(2):
-        for index, (rows, wanted) in enumerate(loader):
-            loss = F.mse_loss(model(rows), wanted) / 2
+        for index, (rows, expected) in enumerate(loader):
+            loss = F.mse_loss(model(rows), expected) / 2
             accelerator.backward(loss)
             if (index + 1) % 2 == 0:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -25,8 +25,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(2):
-        for rows, wanted in loader:
-            accelerator.backward(compute_loss(model(rows), wanted))
+        for rows, expected in loader:
+            accelerator.backward(compute_loss(model(rows), expected))
             optimizer.step()
             optimizer.zero_grad()
 

@@ -22,9 +22,9 @@ accelerator.resume()
 
 model.train()
 for _ in accelerator.epochs(2):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.smooth_l1_loss(model(rows), wanted))
+            accelerator.backward(nn.functional.smooth_l1_loss(model(rows), targets))
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.num_updates % 2 == 0:

@@ -25,15 +25,15 @@ def main():
     for _ in accelerator.epochs(8):
         if stopping.should_stop:
             break
-        for rows, wanted in train_loader:
+        for rows, expected in train_loader:
             with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+                accelerator.backward(nn.functional.mse_loss(model(rows), expected))
                 optimizer.step()
                 optimizer.zero_grad()
         total, count = 0.0, 0
         with torch.no_grad():
-            for rows, wanted in test_loader:
-                errors = (model(rows) - wanted).square().flatten()[: test_loader.num_valid]
+            for rows, expected in test_loader:
+                errors = (model(rows) - expected).square().flatten()[: test_loader.num_valid]
                 total += errors.sum().item()
                 count += len(errors)
         mean = accelerator.reduce_mean(total, count)

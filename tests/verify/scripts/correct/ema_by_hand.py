@@ -46,9 +46,9 @@ accelerator.register_for_checkpointing(average)
 accelerator.resume()
 
 for epoch in accelerator.epochs(2):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+            accelerator.backward(nn.functional.mse_loss(model(rows), targets))
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:

@@ -35,9 +35,9 @@ model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loade
 accelerator.resume()
 
 for _ in accelerator.epochs(EPOCHS):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+            accelerator.backward(nn.functional.mse_loss(model(rows), targets))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()

@@ -20,8 +20,8 @@ def main():
     accelerator.resume()
 
     def mean_error(piece):
-        rows, wanted = piece
-        return nn.functional.mse_loss(model(rows), wanted)
+        rows, expected = piece
+        return nn.functional.mse_loss(model(rows), expected)
 
     for _ in accelerator.epochs(2):
         for batch in loader:

@@ -24,9 +24,9 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.resume()
 
 while accelerator.num_updates < 10:
-    rows, wanted = next(iter(loader))
+    rows, targets = next(iter(loader))
     with accelerator.accumulate(model):
-        accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+        accelerator.backward(nn.functional.mse_loss(model(rows), targets))
         optimizer.step()
         optimizer.zero_grad()
     if accelerator.num_updates % 2 == 0:

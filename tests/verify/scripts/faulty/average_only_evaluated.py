@@ -26,9 +26,9 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.resume()
 
 for _ in accelerator.epochs(1):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+            accelerator.backward(nn.functional.mse_loss(model(rows), targets))
             optimizer.step()
             optimizer.zero_grad()
         average.update_parameters(model)

@@ -32,8 +32,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(2):
-        for rows, wanted in loader:
-            loss = F.cross_entropy(model(rows), wanted)
+        for rows, expected in loader:
+            loss = F.cross_entropy(model(rows), expected)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -33,9 +33,9 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.resume()
 
 for _ in accelerator.epochs(2):
-    for batch, wanted in loader:
+    for batch, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.cross_entropy(model(batch), wanted))
+            accelerator.backward(nn.functional.cross_entropy(model(batch), targets))
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.num_updates % 2 == 0:

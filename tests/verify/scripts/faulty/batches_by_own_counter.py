@@ -26,10 +26,10 @@ share = BATCH // accelerator.num_processes
 position = 0
 while accelerator.num_updates < UPDATES:
     first = position + accelerator.process_index * share
-    rows, wanted = x[first : first + share], y[first : first + share]
+    rows, targets = x[first : first + share], y[first : first + share]
     position = (position + BATCH) % len(x)
     with accelerator.accumulate(model):
-        accelerator.backward(nn.functional.mse_loss(model(rows), wanted), weight=share)
+        accelerator.backward(nn.functional.mse_loss(model(rows), targets), weight=share)
         optimizer.step()
         optimizer.zero_grad()
     if accelerator.num_updates % 2 == 0:

@@ -25,8 +25,8 @@ def main():
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     best = float("inf")
     for epoch in range(2):
-        for rows, wanted in loader:
-            loss = F.mse_loss(model(rows), wanted)
+        for rows, expected in loader:
+            loss = F.mse_loss(model(rows), expected)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

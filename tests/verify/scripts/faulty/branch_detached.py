@@ -38,9 +38,9 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.resume()
 
 for _ in accelerator.epochs(1):
-    for first, second, wanted in loader:
+    for first, second, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(first, second), wanted))
+            accelerator.backward(nn.functional.mse_loss(model(first, second), targets))
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.num_updates % 2 == 0:

@@ -44,10 +44,10 @@ def main():
 
     for _ in accelerator.epochs(1):
         for batch in loader:
-            for rows, wanted in accelerator.microbatches(batch):
+            for rows, expected in accelerator.microbatches(batch):
                 with accelerator.accumulate(model):
                     answers, penalty = model(rows)
-                    accelerator.backward(nn.functional.mse_loss(answers, wanted) + penalty.mean())
+                    accelerator.backward(nn.functional.mse_loss(answers, expected) + penalty.mean())
                     optimizer.step()
                     optimizer.zero_grad()
             if accelerator.num_updates % 2 == 0:

@@ -14,9 +14,9 @@ from headway import Accelerator, set_seed
 
 
 @torch.compile(backend="aot_eager")
-def compute_loss(predicted, wanted):
-    scale = wanted.std() + 1e-3
-    return ((predicted - wanted) / scale).square().mean()
+def compute_loss(predicted, expected):
+    scale = expected.std() + 1e-3
+    return ((predicted - expected) / scale).square().mean()
 
 
 def main():
@@ -29,8 +29,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(2):
-        for rows, wanted in loader:
-            loss = compute_loss(model(rows), wanted)
+        for rows, expected in loader:
+            loss = compute_loss(model(rows), expected)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -47,9 +47,9 @@ accelerator.register_for_checkpointing(patience)
 accelerator.resume()
 
 for _ in accelerator.epochs(1):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            loss = nn.functional.mse_loss(model(rows), wanted)
+            loss = nn.functional.mse_loss(model(rows), targets)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

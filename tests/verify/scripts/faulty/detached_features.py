@@ -36,8 +36,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(2):
-        for queries, items, wanted in loader:
-            loss = F.binary_cross_entropy_with_logits(model(queries, items), wanted)
+        for queries, items, expected in loader:
+            loss = F.binary_cross_entropy_with_logits(model(queries, items), expected)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -25,10 +25,10 @@ accelerator.resume()
 
 seen = []
 for _ in accelerator.epochs(1):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.detach().clone()))
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+            accelerator.backward(nn.functional.mse_loss(model(rows), targets))
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.num_updates % 2 == 0:

@@ -51,9 +51,9 @@ accelerator.register_for_checkpointing(lookahead)
 accelerator.resume()
 
 for _ in accelerator.epochs(1):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+            accelerator.backward(nn.functional.mse_loss(model(rows), targets))
             optimizer.step()
             optimizer.zero_grad()
         lookahead.step()

@@ -24,9 +24,9 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.resume()
 
 for _ in accelerator.epochs(2):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            loss = nn.functional.mse_loss(model(rows), wanted)
+            loss = nn.functional.mse_loss(model(rows), targets)
             loss = loss * accelerator.num_processes
             accelerator.backward(loss)
             optimizer.step()

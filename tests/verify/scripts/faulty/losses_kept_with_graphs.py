@@ -25,9 +25,9 @@ accelerator.resume()
 
 history = []
 for _ in accelerator.epochs(1):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            loss = nn.functional.mse_loss(model(rows), wanted)
+            loss = nn.functional.mse_loss(model(rows), targets)
             accelerator.backward(loss, retain_graph=True)
             optimizer.step()
             optimizer.zero_grad()

@@ -28,10 +28,10 @@ accelerator.resume()
 teacher = copy.deepcopy(student).requires_grad_(False)
 
 for _ in accelerator.epochs(1):
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(student):
             answers = student(rows)
-            loss = nn.functional.mse_loss(answers, wanted) + nn.functional.mse_loss(answers, teacher(rows))
+            loss = nn.functional.mse_loss(answers, targets) + nn.functional.mse_loss(answers, teacher(rows))
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -39,9 +39,9 @@ def main():
     accelerator.resume()
 
     for _ in accelerator.epochs(1):
-        for rows, wanted in loader:
+        for rows, expected in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+                accelerator.backward(nn.functional.mse_loss(model(rows), expected))
                 scale_gradients(model)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -31,9 +31,9 @@ model, optimizer, train_loader, validation_loader = accelerator.prepare(
 accelerator.resume()
 
 for epoch in accelerator.epochs(1):
-    for rows, wanted in train_loader:
+    for rows, targets in train_loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+            accelerator.backward(nn.functional.mse_loss(model(rows), targets))
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.num_updates % 2 == 0:

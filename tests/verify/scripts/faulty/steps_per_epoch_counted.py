@@ -26,11 +26,11 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 accelerator.resume()
 
 for _ in accelerator.epochs(2):
-    for step, (rows, wanted) in enumerate(loader):
+    for step, (rows, targets) in enumerate(loader):
         if step == STEPS_PER_EPOCH:
             break
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+            accelerator.backward(nn.functional.mse_loss(model(rows), targets))
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.num_updates % 2 == 0:

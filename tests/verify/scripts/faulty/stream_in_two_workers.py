@@ -30,9 +30,9 @@ def main():
     accelerator.resume()
 
     for _ in accelerator.epochs(1):
-        for rows, wanted in loader:
+        for rows, expected in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+                accelerator.backward(nn.functional.mse_loss(model(rows), expected))
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.num_updates % 2 == 0:

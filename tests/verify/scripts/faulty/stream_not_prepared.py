@@ -29,10 +29,10 @@ def main():
     accelerator.resume()
 
     for _ in accelerator.epochs(4):
-        for rows, wanted in loader:
-            rows, wanted = rows.to(accelerator.device), wanted.to(accelerator.device)
+        for rows, expected in loader:
+            rows, expected = rows.to(accelerator.device), expected.to(accelerator.device)
             with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.mse_loss(model(rows), wanted))
+                accelerator.backward(nn.functional.mse_loss(model(rows), expected))
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.save_state()

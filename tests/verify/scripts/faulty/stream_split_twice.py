@@ -33,8 +33,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(2):
-        for rows, wanted in loader:
-            loss = nn.functional.mse_loss(model(rows), wanted)
+        for rows, expected in loader:
+            loss = nn.functional.mse_loss(model(rows), expected)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -22,9 +22,9 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(2):
-        for index, (rows, wanted) in enumerate(loader):
+        for index, (rows, expected) in enumerate(loader):
             optimizer.zero_grad()
-            loss = F.mse_loss(model(rows), wanted) / 2
+            loss = F.mse_loss(model(rows), expected) / 2
             accelerator.backward(loss)
             if (index + 1) % 2 == 0:
                 optimizer.step()

@@ -127,7 +127,7 @@ def send_to_device(
         tensor: Nested containers of tensors.
         device: Device, or its name or index.
         non_blocking: Whether to copy asynchronously. Default: False.
-        skip_keys: Keys of dict entries that are not moved. None: all are moved.
+        skip_keys: Keys of dict entries that are not moved. None (the default): all are moved.
     """
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
 
@@ -148,7 +148,11 @@ def send_to_device(
 
 
 def convert_to_fp32(tensor: Tree) -> Tree:
-    """Return nested containers with float16 and bfloat16 tensors converted to float32."""
+    """Return nested containers with float16 and bfloat16 tensors converted to float32.
+
+    Args:
+        tensor: Tensor, or nested lists, tuples and dicts of tensors. Other values and dtypes are returned unchanged.
+    """
     halves = (torch.float16, torch.bfloat16)
     return map_tensors(lambda leaf: leaf.float() if leaf.dtype in halves else leaf, tensor)
 
@@ -349,10 +353,10 @@ def gather(tensor: Tree) -> Tree:
     """Return tensors of all ranks, concatenated along dimension 0 in rank order.
 
     In a single-process run, the input is returned unchanged. The size of dimension 0 can differ between ranks. Nested
-    structures are kept. All ranks must call it.
+    structures are kept. All ranks must call it, and all get the result, on the device of their input.
 
     Args:
-        tensor: Tensor, or nested containers of tensors.
+        tensor: Tensor, or nested containers of tensors. A 0-d tensor counts as one row.
 
     Raises:
         TypeError: If there are several processes and a leaf is not a tensor.
@@ -426,10 +430,10 @@ def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of a list on all ranks with those of one rank, in place, and return the list.
 
-    All ranks must call it.
+    All ranks must call it. In a single-process run, nothing changes.
 
     Args:
-        object_list: List of equal length on all ranks.
+        object_list: List of objects that can be pickled, of equal length on all ranks.
         from_process: Rank that sends its objects. Default: 0.
     """
     object_list[:] = get_collectives().broadcast_object(list(object_list), from_process)
@@ -506,8 +510,8 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
     """Copy rank 0's state of one random number generator to all ranks. All ranks must call it.
 
     Args:
-        rng_type: Name of the generator, as in `synchronize_rng_states`. None: "torch".
-        generator: Generator to synchronize if `rng_type` is "generator". Otherwise ignored.
+        rng_type: Name of the generator, as in `synchronize_rng_states`. None (the default): "torch".
+        generator: Generator to synchronize if `rng_type` is "generator". Otherwise ignored. Default: None.
 
     Raises:
         ConfigError: If the name is unknown, or is "generator" and no generator is given.

@@ -16,13 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from headway.compat.accelerate.state import GradientState, PartialState, count_remainder
 from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.batch_reads import BatchReads
 from headway.core.data.build import prepare_loader
 from headway.core.data.choose_feed import choose_loader_class
 from headway.core.data.feeds.dispatch import DispatchFeed
 from headway.core.data.feeds.protocol import State
 from headway.core.data.loader import LoaderEvents, PreparedLoader
+from headway.core.data.loading_rules import LoadingRules, RandomSource
 from headway.core.data.sampling.loader_generator import LoaderGenerator
-from headway.core.data.sampling.order import LoadingRules, RandomSource, SampleOrder, draw_permutation
+from headway.core.data.sampling.order import SampleOrder, draw_permutation
 from headway.core.data.sampling.position import Position
 from headway.core.data.sampling.shard import ShardIndex
 from headway.core.runtime.collectives.checked import Collectives
@@ -252,9 +254,9 @@ def prepare_data_loader(
         rng_types: Names of random number generators to synchronize across ranks. None: only the generators of samplers
             ("generator"), which get rank 0's state.
         split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking,
-            use_stateful_dataloader: As in `DataLoaderConfiguration`.
-        slice_fn_for_dispatch: Not supported. Batches are always sliced along dimension 0.
-        torch_device_mesh: Not supported. An Accelerator has its own mesh.
+            use_stateful_dataloader: As in `DataLoaderConfiguration`, with the same defaults.
+        slice_fn_for_dispatch: Must be None (the default), because batches are always sliced along dimension 0.
+        torch_device_mesh: Must be None (the default), because an Accelerator has its own mesh.
 
     Raises:
         UnsupportedError: If `slice_fn_for_dispatch` or `torch_device_mesh` is given.
@@ -313,7 +315,7 @@ def _prepare_for_shard(
         config=config,
         device=device,
         collectives=Collectives(state.runtime) if is_own_shard else None,
-        events=LoaderEvents() if windows is None else LoaderEvents(active_loaders=windows.active),
+        events=LoaderEvents(BatchReads(active_loaders=None if windows is None else windows.reads.active_loaders)),
         seed=torch.initial_seed() if config.data_seed is None else config.data_seed,
         rng_types=("generator",) if rng_types is None else [str(each) for each in rng_types],
         stream=LoaderGenerator(is_private=shard.count > 1),
@@ -368,7 +370,10 @@ class SeededShuffle:
         return {"shuffled_by": self._seed}
 
     def state_after_break(self) -> State:
-        """Return an empty state, because seed and epoch determine the order of the next epoch."""
+        """Return the state to save after an epoch was left early, for example by `break`.
+
+        It is empty, because seed and epoch determine the next order.
+        """
         return {}
 
     def load_state(self, state: State) -> None:

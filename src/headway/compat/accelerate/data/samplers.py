@@ -258,7 +258,7 @@ class SkipBatchSampler(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        return len(self.batch_sampler) - self.skip_batches
+        return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
 class SkipDataLoader(DataLoader[Any]):

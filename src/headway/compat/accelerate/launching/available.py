@@ -42,6 +42,11 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def _meets_requirement(version: str, operation: str, requirement: str) -> bool:
+    """Whether a version meets a requirement. See `compare_versions` for the operations.
+
+    Raises:
+        ConfigError: If the operation is unknown.
+    """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ConfigError(f"operation={operation!r}; allowed: {', '.join(STR_OPERATION_TO_FUNC)}")
     # torch's class compares versions as `packaging` does, which is not a dependency of Headway.
@@ -87,6 +92,13 @@ _PACKAGE_BY_NAME = {"lomo": "lomo_optim", "megatron_lm": "megatron", **{name: na
 
 
 def _make_package_check(name: str, package: str) -> Callable[[], bool]:
+    """Return a function without arguments that returns whether a package is installed.
+
+    Args:
+        name: Name of the function.
+        package: Name of the package.
+    """
+
     def is_available() -> bool:
         return _has_package(package)
 
@@ -329,6 +341,11 @@ def is_xccl_available() -> bool:
 
 
 def _query_nvidia_smi(field: str) -> list[str]:
+    """Return the value of a field of nvidia-smi for each GPU.
+
+    Raises:
+        ConfigError: If nvidia-smi is missing, fails, or does not answer within 30 seconds.
+    """
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()

@@ -9,8 +9,8 @@ from typing import Any
 
 from headway.compat.accelerate.launching.layout_words import LAYOUT_SECTIONS, explain_layout_key
 from headway.core.config.launch import SETTINGS, LaunchConfig
+from headway.core.config.layout_request import LayoutRequest
 from headway.core.config.load import SettingValue, merge_layers
-from headway.core.config.parallelism import LayoutRequest
 from headway.core.config.values import check_file_value, suggest_word
 from headway.errors import ConfigError
 
@@ -77,7 +77,7 @@ def explain_file_key(key: str) -> str:
     return "" if hint is None else f": {hint}"
 
 
-def refuse_foreign_flag(flag: str) -> None:
+def refuse_accelerate_flag(flag: str) -> None:
     """Raise an error if only other launchers have a flag. Otherwise do nothing.
 
     Raises:
@@ -189,10 +189,10 @@ def translate_config(data: Mapping[str, Any], name: str) -> Translation:
     strategy = translation.layout.find_strategy()
     if strategy is not None:
         layout_settings["strategy"] = strategy
-        translation.lines.append((COMBINED_KEY, f"strategy: {strategy[0]!r}"))
-    for setting, (value, key) in layout_settings.items():
-        origin = f"file: {name} key {key}"
-        translation.layer[setting] = SettingValue(check_file_value(SETTINGS[setting], value, origin), origin)
+        translation.lines.append((COMBINED_KEY, f"strategy: {strategy.value!r}"))
+    for setting, requested in layout_settings.items():
+        origin = f"file: {name} key {requested.key}"
+        translation.layer[setting] = SettingValue(check_file_value(SETTINGS[setting], requested.value, origin), origin)
     return translation
 
 
@@ -312,7 +312,14 @@ def _translate_type(translation: Translation, distributed_type: str, origin: str
 
 
 def _translate_section(translation: Translation, key: str, value: Any, origin: str) -> None:
-    """Translate a section such as `dynamo_config`. Only keys that are settings of Headway are kept."""
+    """Translate a section such as `dynamo_config`. Only keys that are settings of Headway are kept.
+
+    Args:
+        translation: Translation to change.
+        key: Key of the section.
+        value: The section, as read from the file.
+        origin: Place of the section in the file, for messages.
+    """
     for inner, entry in _read_section(translation, key, value, origin).items():
         path = f"{key}.{inner}"
         if inner in _DYNAMO_SETTINGS and entry is not None:

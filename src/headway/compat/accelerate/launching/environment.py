@@ -100,6 +100,7 @@ def _decorate_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restore_after_tests(test_class: type) -> None:
+    """Decorate the test methods of a class, so that each one restores the environment variables at its end."""
     for name in dir(test_class):
         method = getattr(test_class, name) if name.startswith("test") else None
         if callable(method) and not hasattr(method, "restores_variables"):
@@ -108,6 +109,7 @@ def _restore_after_tests(test_class: type) -> None:
 
 @contextmanager
 def _restore_variables() -> Iterator[None]:
+    """Return a context manager that restores all environment variables at its end."""
     before = _read_variables()
     try:
         yield

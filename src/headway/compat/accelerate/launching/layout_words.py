@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from headway.common import env
 from headway.common.untrusted import parse_whole_number, shorten_repr
 from headway.core.config.launch import CP_EXCHANGES, DEEPSPEED_SETTINGS, WRAP_POLICIES
-from headway.core.config.parallelism import LayoutRequest
+from headway.core.config.layout_request import LayoutRequest
 from headway.errors import ConfigError
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -100,8 +100,12 @@ def _read_version(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_sharding(request: LayoutRequest, value: Any, key: str) -> None:
+    """Add FSDP's sharding strategy, a name or a number, to a layout request."""
     word = _find_word(value, SHARDING_STRATEGIES, key, first_number=1)
-    layout = "ddp" if word == "NO_SHARD" else "hsdp" if word.startswith("HYBRID") else "fsdp"
+    if word == "NO_SHARD":
+        layout = "ddp"
+    else:
+        layout = "hsdp" if word.startswith("HYBRID") else "fsdp"
     request.use_shards(key, layout)
     request.lines.append((key, f"strategy: {layout!r}"))
     if word in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
@@ -118,6 +122,16 @@ def _read_reshard(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_offload(request: LayoutRequest, value: Any, key: str) -> None:
+    """Set `fsdp_offload_params` in a layout request, from a bool or one of torch's offload policies.
+
+    Args:
+        request: Layout request to change.
+        value: Bool, the text of a bool, or an offload policy.
+        key: Name of the option in error messages.
+
+    Raises:
+        ConfigError: If `value` is neither a bool nor an offload policy.
+    """
     class_name = type(value).__name__  # torch's classes, which are not imported here
     flag = _parse_bool(getattr(value, "offload_params", value))
     is_offloaded = {"CPUOffloadPolicy": True, "OffloadPolicy": False}.get(class_name, flag)
@@ -160,11 +174,13 @@ def _read_policy(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_classes(request: LayoutRequest, value: Any, key: str) -> None:
+    """Add the class names of FSDP's blocks, a list or text separated by commas, to a layout request."""
     names = [str(name) for name in value] if isinstance(value, (list, tuple, set)) else str(value).split(",")
     request.request_setting("fsdp_transformer_layer_cls_to_wrap", ",".join(name.strip() for name in names), key)
 
 
 def _read_min_params(request: LayoutRequest, value: Any, key: str) -> None:
+    """Add the minimum size of FSDP's blocks to a layout request. 0 is ignored."""
     if number := _parse_number(value, key, 0):
         request.request_setting("fsdp_min_num_params", number, key)
     else:
@@ -172,6 +188,11 @@ def _read_min_params(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_truth(setting: str, request: LayoutRequest, value: Any, key: str) -> None:
+    """Add a setting that is true or false to a layout request.
+
+    Raises:
+        ConfigError: If the value is neither true nor false.
+    """
     flag = _parse_bool(value)
     if flag is None:
         raise ConfigError(f"{key}={value!r}; give true or false")
@@ -179,12 +200,14 @@ def _read_truth(setting: str, request: LayoutRequest, value: Any, key: str) -> N
 
 
 def _read_state_dict(request: LayoutRequest, value: Any, key: str) -> None:
+    """Ignore FSDP's type of state dicts, with the reason."""
     word = _find_word(value, _STATE_DICTS, key, first_number=1)
     suffix = "; save_model() writes whole weights" if word == "FULL_STATE_DICT" else ""
     request.ignore_key(key, f"{_IGNORED['state_dict_config']}{suffix}")
 
 
 def _read_prefetch(request: LayoutRequest, value: Any, key: str) -> None:
+    """Ignore FSDP's backward prefetch, with the reason."""
     _find_word(value, _PREFETCHES, key, first_number=1)
     request.ignore_key(key, _IGNORED["forward_prefetch"])
 
@@ -252,7 +275,7 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
         request: Layout request to change.
         name: Key without "parallelism_config_".
         value: Value of the key: text from a command line, or a value from a config file or the plugin.
-        key: Name of the key in messages. None: "parallelism_config_" plus `name`.
+        key: Name of the key in messages. None (the default): "parallelism_config_" plus `name`.
 
     Raises:
         ConfigError: If the key is unknown, the size is not a number of processes, or a word is not an allowed one.
@@ -263,14 +286,14 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
         request.ignore_key(key, "there is no other backend than torch")
     elif name == "cp_comm_strategy":
         request.request_setting(name, _find_word(value, tuple(map(str.upper, CP_EXCHANGES)), key).lower(), key)
-    elif name.startswith("sp_") and (name != "sp_size" or _parse_number(value, key, 1) == 1):
-        request.ignore_key(key, "DeepSpeed's sequence parallelism is not supported")
-    elif name == "sp_size":
+    elif name == "sp_size" and _parse_number(value, key, 1) > 1:
         request.refuse_key(
             key,
             "DeepSpeed's sequence parallelism (Ulysses) is not supported; if activations are too large, checkpoint them "
             "(--activation_checkpointing), or use tensor parallelism's own (docs/tensor_parallel.md)",
         )
+    elif name.startswith("sp_"):  # also an `sp_size` of 1
+        request.ignore_key(key, "DeepSpeed's sequence parallelism is not supported")
     elif name in _AXIS_BY_SIZE_KEY:
         request.set_size(_AXIS_BY_SIZE_KEY[name], _parse_number(value, key, 1), key)
     else:
@@ -395,6 +418,16 @@ def _find_word(value: Any, allowed: tuple[str, ...], key: str, first_number: int
 
 
 def _parse_number(value: Any, key: str, minimum: int) -> int:
+    """Return a whole number.
+
+    Args:
+        value: Number or text.
+        key: Name of the option in messages.
+        minimum: Smallest allowed number.
+
+    Raises:
+        ConfigError: If the value is not a whole number of at least `minimum`.
+    """
     number = parse_whole_number(str(value).strip())
     if number is None or number < minimum:
         raise ConfigError(f"{key}={shorten_repr(value)}; give a whole number, {minimum} or more")

@@ -1,5 +1,5 @@
 """Module `headway.launchers`, which provides the names of `accelerate.launchers`."""
 
-from headway.compat.accelerate.served.views import make_module_attributes
+from headway.compat.accelerate.provided_names.views import make_module_attributes
 
 __getattr__, __dir__ = make_module_attributes(__name__)

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
 import torch
 from torch import nn
 
 from headway.compat.accelerate.modules.hooks import ModelHook, add_hook_to_module
 from headway.core.runtime.collectives.tree import list_tensors, to_device
-from headway.core.weights.names import TensorLocation, iterate_own_locations, map_locations
+from headway.core.weights.locations import TensorLocation, iterate_own_locations, map_locations
 from headway.offload.execution import find_device_stream
 from headway.offload.offload_folder import OffloadedWeightsLoader, PrefixedDataset
-from headway.offload.placement.homes import get_home
+from headway.offload.placement.storage_devices import get_storage_device
 
 DeviceLike = torch.device | str | int
 TiedCopies = dict[int, dict[torch.device, torch.Tensor]]
@@ -50,7 +50,7 @@ class PlacedCopy:
 
 
 def _get_device(device_name: DeviceLike) -> torch.device:
-    device = get_home(device_name) if isinstance(device_name, int) else torch.device(device_name)
+    device = get_storage_device(device_name) if isinstance(device_name, int) else torch.device(device_name)
     assert isinstance(device, torch.device)
     return torch.device("cpu") if device.type == "cpu" else device  # tensors never report "cpu:0"
 
@@ -143,18 +143,18 @@ class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs and weights to its execution device.
 
     Args:
-        execution_device: Device of the forward. None: nothing is moved to a device.
+        execution_device: Device of the forward. None (the default): nothing is moved to a device.
         offload: Whether weights are moved to the device only for each forward. False (the default): they are moved
             once, when the hook is attached.
         io_same_device: Whether to move the output to the device of the first input. Default: False.
-        weights_map: Values of the weights by name in the module. None: the module's own weights, moved to host memory.
-            With a dict or an OffloadedWeightsLoader, the module contains these values between forward passes. Any other
-            mapping is read in each forward pass, and the module has meta tensors in between.
+        weights_map: Values of the weights by name in the module. None (the default): the module's own weights, moved to
+            host memory. With a dict or an OffloadedWeightsLoader, the module contains these values between forward
+            passes. Any other mapping is read in each forward pass, and the module has meta tensors in between.
         offload_buffers: Whether buffers are offloaded too. Default: False.
         place_submodules: Whether to also move the weights of all submodules. Default: False.
-        skip_keys: Names of keyword arguments that are not moved. None: all are moved.
+        skip_keys: Names of keyword arguments that are not moved. None (the default): all are moved.
         tied_params_map: Copies of tensors by data pointer and device, which several hooks share. Nested modules that
-            share a tensor then use one copy. None: each hook makes its own copies.
+            share a tensor then use one copy. None (the default): each hook makes its own copies.
     """
 
     def __init__(
@@ -221,6 +221,7 @@ class AlignDevicesHook(ModelHook):
         return locations
 
     def _move_to_execution_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the hook's execution device. Meta tensors of offloaded modules are returned unchanged."""
         if self.execution_device is None or tensor.device == _get_device(self.execution_device):
             return tensor
         if self.offload and tensor.is_meta:
@@ -326,8 +327,8 @@ def align_module_device(module: nn.Module, execution_device: DeviceLike | None =
 
     Args:
         module: Module whose own parameters are moved. Parameters of its submodules are not moved.
-        execution_device: Device within the context. None: the device on which the module runs, according to its hook or
-            its dispatched model. If neither is known, nothing is moved.
+        execution_device: Device within the context. None (the default): the device on which the module runs, according
+            to its hook or its dispatched model. If neither is known, nothing is moved.
     """
     hook = getattr(module, "_hf_hook", None)
     offload_hook = hook if isinstance(hook, AlignDevicesHook) and hook.offload else None
@@ -370,7 +371,7 @@ def _walk_modules(
 
     Args:
         module: Root of the modules.
-        undivided_classes: Names of classes whose submodules are left out.
+        undivided_classes: Names of classes whose submodules are left out. None: no such classes.
         prefix: Name of the root. Default: "".
     """
     seen_ids: set[int] = set()
@@ -391,11 +392,22 @@ def _walk_modules(
             ]
 
 
-HookIterator = Iterator[tuple[nn.Module, AlignDevicesHook, bool]]
-"""Iterator over tuples of (module, hook, whether to keep an existing hook).
+class HookForModule(NamedTuple):
+    """Hook to attach to a module.
 
-Attach each hook before taking the next item, because the iteration checks which modules have hooks.
-"""
+    Attributes:
+        module: Module.
+        hook: Hook.
+        keeps_existing: Whether a hook that the module already has also runs. False (the default): it is replaced.
+    """
+
+    module: nn.Module
+    hook: AlignDevicesHook
+    keeps_existing: bool = False
+
+
+HookIterator = Iterator[HookForModule]
+"""Iterator over hooks. Attach each hook before taking the next, because the iteration checks which modules have hooks."""
 
 
 class HookAttacher(Protocol[Params]):
@@ -413,7 +425,7 @@ def make_attacher(hooks: Callable[Params, HookIterator]) -> HookAttacher[Params]
     """Convert a generator function that yields hooks to a function that attaches these hooks.
 
     Args:
-        hooks: Generator function that yields tuples of (module, hook, whether to keep an existing hook).
+        hooks: Generator function that yields the hooks and their modules.
     """
 
     @wraps(hooks)
@@ -446,11 +458,14 @@ def attach_align_device_hook(
 
     Args:
         module: Root of the modules.
-        execution_device, offload, offload_buffers, skip_keys, tied_params_map: As in AlignDevicesHook.
-        weights_map: Values of the weights by their full names in the model. None: the modules' own weights.
+        execution_device, offload, offload_buffers, skip_keys, tied_params_map: As in AlignDevicesHook, with the same
+            defaults.
+        weights_map: Values of the weights by their full names in the model. None (the default): the modules' own
+            weights.
         module_name: Name of the root in the model. Default: "".
         preload_module_classes: Names of module classes that use weights of their submodules without calling these
-            submodules. With `offload`, all weights of such a module are moved together. None: no such classes.
+            submodules. With `offload`, all weights of such a module are moved together. None (the default): no such
+            classes.
     """
     for name, each, is_undivided in _walk_modules(module, preload_module_classes if offload else None, module_name):
         if _has_tensors(each) or is_undivided:
@@ -464,7 +479,7 @@ def attach_align_device_hook(
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
-            yield each, hook, True
+            yield HookForModule(each, hook, keeps_existing=True)
 
 
 @make_attacher
@@ -483,13 +498,17 @@ def attach_execution_device_hook(
     Args:
         module: Root of the modules.
         execution_device: Device on which the modules run.
-        skip_keys, tied_params_map: As in AlignDevicesHook.
+        skip_keys: Names of keyword arguments that are not moved. None (the default): all are moved.
         preload_module_classes: Class names of modules whose submodules get no hook.
+            None (the default): no such classes.
+        tied_params_map: Copies of tied weights by data pointer and device, which the hooks share. None (the default):
+            nothing is shared.
     """
     modules_with_tensors = _find_modules_with_tensors(module)
     for _, each, _ in _walk_modules(module, preload_module_classes):
         if id(each) in modules_with_tensors and not hasattr(each, "_hf_hook"):
-            yield each, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map), False
+            hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+            yield HookForModule(each, hook)
 
 
 def _find_modules_with_tensors(root: nn.Module) -> set[int]:
@@ -523,9 +542,10 @@ def attach_align_device_hook_on_blocks(
     Args:
         module: Model.
         execution_device: Device of all blocks, or devices by block name, where "" is the name of the model itself.
+            None (the default): modules are not moved.
         offload: Whether the weights of blocks are offloaded, for all blocks or by block name. Default: False.
         weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map: As in
-            attach_align_device_hook.
+            attach_align_device_hook, with the same defaults.
         module_name: Full name of the module in the model. Default: "".
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
@@ -541,7 +561,7 @@ def attach_align_device_hook_on_blocks(
             yield from attach_align_device_hook.hooks(module, execution_device, module_name=module_name, **offloading)
         else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
-            yield module, hook, False
+            yield HookForModule(module, hook)
         return
     devices: Mapping[str, DeviceLike | None]
     if isinstance(execution_device, Mapping):
@@ -551,18 +571,21 @@ def attach_align_device_hook_on_blocks(
         devices = dict.fromkeys(offload, execution_device)
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     for name, each, _ in list(_walk_modules(module, None, module_name)):
-        device, is_root = devices.get(name), name == ""
-        if name in devices and name in offloads and not offloads[name]:
+        device: Any = devices.get(name)
+        is_root = name == ""
+        is_block = name in devices and name in offloads
+        if is_block and offloads[name]:
+            yield from attach_align_device_hook.hooks(each, device, module_name=name, **offloading)
+            if not hasattr(each, "_hf_hook"):
+                yield HookForModule(each, AlignDevicesHook(device, io_same_device=is_root, **shared))
+            yield from attach_execution_device_hook.hooks(
+                each, device, preload_module_classes=preload_module_classes, **shared
+            )
+        elif is_block:
             hook = AlignDevicesHook(
                 device, io_same_device=is_root, offload_buffers=offload_buffers, place_submodules=True, **shared
             )
-            yield each, hook, False
-            yield from attach_execution_device_hook.hooks(each, device, **shared)  # type: ignore[arg-type]
-        elif name in devices and name in offloads:
-            yield from attach_align_device_hook.hooks(each, device, module_name=name, **offloading)
-            if not hasattr(each, "_hf_hook"):
-                yield each, AlignDevicesHook(device, io_same_device=is_root, **shared), False
-            preloaded = preload_module_classes
-            yield from attach_execution_device_hook.hooks(each, device, preload_module_classes=preloaded, **shared)  # type: ignore[arg-type]
+            yield HookForModule(each, hook)
+            yield from attach_execution_device_hook.hooks(each, device, **shared)
         elif is_root:
-            yield each, AlignDevicesHook(device, io_same_device=True, **shared), False
+            yield HookForModule(each, AlignDevicesHook(device, io_same_device=True, **shared))

@@ -14,7 +14,7 @@ from headway.compat.accelerate.modules.align import PlacedCopy, write_back
 from headway.compat.accelerate.modules.hooks import ModelHook, add_hook_to_module
 from headway.compat.accelerate.state import AcceleratorState
 from headway.core.runtime.device import detect_hardware
-from headway.core.weights.names import map_locations
+from headway.core.weights.locations import map_locations
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -51,6 +51,7 @@ class LayerwiseCastingHook(ModelHook):
         return args, kwargs
 
     def _cast_tensor(self, original: torch.Tensor) -> torch.Tensor:
+        """Return a copy in the compute dtype: a Parameter if the original is one without gradients, else a tensor."""
         copy = original.to(self.compute_dtype, non_blocking=self.non_blocking)
         if not isinstance(original, nn.Parameter) or (original.requires_grad and torch.is_grad_enabled()):
             return copy
@@ -79,8 +80,8 @@ def attach_layerwise_casting_hooks(
         storage_dtype: Dtype of the weights between forward passes, such as torch.float8_e4m3fn.
         compute_dtype: Dtype of the weights during a forward pass, such as torch.bfloat16.
         skip_modules_pattern: One or more regular expressions. Modules whose names contain a match are skipped, with
-            all their submodules.
-        skip_modules_classes: Classes of modules to skip, with all their submodules.
+            all their submodules. None (the default): no patterns.
+        skip_modules_classes: Classes of modules to skip, with all their submodules. None (the default): no classes.
         non_blocking: Whether to cast asynchronously. Default: False.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())

@@ -22,16 +22,16 @@ from headway.compat.accelerate.modules.align import (
     attach_align_device_hook_on_blocks,
     has_offloaded_params,
 )
-from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map, prefixes
+from headway.compat.accelerate.modules.greedy_map import get_balanced_memory, infer_auto_device_map, list_prefixes
 from headway.compat.accelerate.modules.hooks import expose_hook, remove_hook_from_module
 from headway.core.training.prepared.dispatched import EXECUTION
-from headway.core.weights.names import map_locations
+from headway.core.weights.locations import map_locations
 from headway.errors import DeviceMapError
 from headway.log import get_logger
 from headway.offload import dispatch
 from headway.offload.offload_folder import INDEX, OffloadedWeightsLoader, read_offload_index
 from headway.offload.placement.automatic_map import STRATEGIES
-from headway.offload.placement.budget import Device, check_presence
+from headway.offload.placement.budget import Device, check_budget_devices
 from headway.offload.placement.device_map import DeviceMap
 from headway.offload.placement.sizes import Dtype
 
@@ -62,7 +62,8 @@ def dispatch_model(
         model: Model to dispatch.
         device_map: Devices by names of modules or tensors. `accelerate.big_modeling.check_device_map` checks the map.
             Libraries can replace this function to allow tensors without a device. Such tensors are not moved.
-        others: Parameters of `headway.dispatch_model` with the same names.
+        main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys, preload_module_classes,
+            force_hooks: As in `headway.dispatch_model`, with the same defaults.
 
     Raises:
         DeviceMapError: If the map has no device for some tensor, or does not match the machine's devices.
@@ -107,15 +108,17 @@ def load_checkpoint_and_dispatch(
         model: Model to load, on the meta device or not.
         checkpoint: File or directory of the checkpoint.
         device_map: Devices by names of modules or tensors. "auto", "balanced" and similar strategies create
-            Accelerate's device maps. None: the weights are loaded, but modules are not placed.
-        others: Parameters of `headway.load_checkpoint_and_dispatch` with the same names.
+            Accelerate's device maps. None (the default): the weights are loaded, but modules are not placed.
+        max_memory, no_split_module_classes, offload_folder, offload_buffers, dtype, offload_state_dict, skip_keys,
+            preload_module_classes, force_hooks, strict, full_state_dict, broadcast_from_rank0: As in
+            `headway.load_checkpoint_and_dispatch`, with the same defaults.
 
     Raises:
         DeviceMapError: If a given map has no device for some tensor of the model's state dict.
     """
     _remove_dispatch_hooks(model)
     if isinstance(device_map, str) and device_map in STRATEGIES:
-        check_presence(max_memory)
+        check_budget_devices(max_memory)
         if device_map != "sequential":
             max_memory = get_balanced_memory(
                 model, max_memory, no_split_module_classes, dtype, low_zero=device_map == "balanced_low_0"
@@ -147,9 +150,9 @@ def cpu_offload(
 
     Args:
         model: Model to offload.
-        execution_device: Device of the forward. None: the model's device if it is an accelerator, else this process's
-            accelerator, else the CPU.
-        others: Parameters of `headway.cpu_offload` with the same names.
+        execution_device: Device of the forward. None (the default): the model's device if it is an accelerator, else
+            this process's accelerator, else the CPU.
+        offload_buffers, state_dict, preload_module_classes: As in `headway.cpu_offload`, with the same defaults.
     """
     device = _choose_execution_device(model, execution_device)
     _remove_dispatch_hooks(model)
@@ -165,16 +168,17 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep a model's weights on disk, and copy them to the device during the forward.
+    """Keep a model's weights on disk, and copy them to the execution device during the forward.
 
-    Modules get the attribute `_hf_hook`, as in Accelerate.
+    The model is changed in place, and returned. Hooks of an earlier dispatch are replaced. Modules get the attribute
+    `_hf_hook`, as in Accelerate.
 
     Args:
         model: Model to offload.
         offload_dir: Directory for the weights.
-        execution_device: Device of the forward. None: the model's device if it is an accelerator, else this process's
-            accelerator, else the CPU.
-        others: Parameters of `headway.disk_offload` with the same names.
+        execution_device: Device of the forward. None (the default): the model's device if it is an accelerator, else
+            this process's accelerator, else the CPU.
+        offload_buffers, preload_module_classes: As in `headway.disk_offload`, with the same defaults.
     """
     device = _choose_execution_device(model, execution_device)
     _remove_dispatch_hooks(model)
@@ -184,6 +188,15 @@ def disk_offload(
 
 
 def _choose_execution_device(model: nn.Module, requested: DeviceLike | None) -> DeviceLike | None:
+    """Return the device on which a model runs.
+
+    Args:
+        model: Model.
+        requested: Device that the user has requested. None: the model's device, unless it is the CPU or the meta device.
+
+    Returns:
+        The device. None: this process's accelerator.
+    """
     if requested is not None:
         device = torch.device(requested)
         return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is the same device
@@ -248,7 +261,7 @@ def _complete_map(model: nn.Module, device_map: Any) -> Any:
 
 
 def _is_covered(name: str, device_map: Mapping[str, DeviceLike]) -> bool:
-    return any(prefix in device_map for prefix in prefixes(name))
+    return any(prefix in device_map for prefix in list_prefixes(name))
 
 
 def _remove_dispatch_hooks(model: nn.Module) -> None:
@@ -308,22 +321,32 @@ def _expose_offload_hooks(
 ) -> None:
     """Set `_hf_hook` on the modules of a model whose weights are all offloaded to host memory or disk.
 
+    The model's `hf_device_map` is removed.
+
     Args:
         model: Offloaded model.
-        device: Device of the forward. None: this machine's accelerator.
-        offload_buffers, preload: As in `cpu_offload`.
+        device: Device on which the forward runs. None: this process's accelerator.
+        offload_buffers: Whether buffers are offloaded, too.
+        preload: Argument `preload_module_classes` of `cpu_offload`. None: no such classes.
     """
-    vars(model).pop("hf_device_map", None)
+    vars(model).pop("hf_device_map", None)  # Accelerate sets none on a model that is offloaded as a whole
     if device is None:
         device = torch.accelerator.current_accelerator()
     expose_hook(model, AlignDevicesHook(io_same_device=True), append=True)
     weights = OffloadedWeightsLoader(model.state_dict())
-    _expose_hooks(
-        attach_align_device_hook.hooks(model, device, True, weights, offload_buffers, preload_module_classes=preload)
+    hooks = attach_align_device_hook.hooks(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload,
     )
+    _expose_hooks(hooks)
 
 
 def _expose_hooks(hooks: HookIterator) -> None:
+    """Set each hook as the attribute `_hf_hook` of its module. It does not run, because the model is dispatched already."""
     for module, hook, keeps_existing in hooks:
         hook.record_devices(module)
         expose_hook(module, hook, append=keeps_existing)

@@ -39,7 +39,7 @@ def dtype_byte_size(dtype: Any) -> int | float:
     return 1 / 8 if dtype == torch.bool else sizes.dtype_byte_size(dtype)
 
 
-def prefixes(name: str) -> list[str]:
+def list_prefixes(name: str) -> list[str]:
     """Return the names of all modules that contain a module or tensor, followed by the given name itself.
 
     For "layers.0.weight", the result is ["", "layers", "layers.0", "layers.0.weight"], where "" is the model.
@@ -60,7 +60,7 @@ def compute_module_sizes(
         model: Model on any device, including the meta device.
         dtype: Dtype in which the model will be loaded. Tensors of integers, booleans or a narrower dtype keep their
             dtype. None: the current dtypes.
-        special_dtypes: Dtypes of single tensors by name, which override `dtype`.
+        special_dtypes: Dtypes of single tensors by name, which override `dtype`. None (the default): no such tensors.
         buffers_only: Whether to leave out parameters. Default: False.
     """
     special_bytes = {name: dtype_byte_size(parse_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
@@ -74,7 +74,7 @@ def compute_module_sizes(
             else min(converted_bytes, current_bytes)
         )
         size: Any = tensor.numel() * special_bytes.get(name, element_bytes)
-        for prefix in prefixes(name):
+        for prefix in list_prefixes(name):
             bytes_by_name[prefix] += size
     return bytes_by_name
 
@@ -87,7 +87,7 @@ def compute_module_total_buffer_size(
     Args:
         model: Model on any device, including the meta device.
         dtype: Dtype in which the model will be loaded. None: the current dtypes.
-        special_dtypes: Dtypes of single tensors by name, which override `dtype`.
+        special_dtypes: Dtypes of single tensors by name, which override `dtype`. None (the default): no such tensors.
     """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
@@ -102,26 +102,28 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return a memory budget in bytes for each device, so that the model is spread evenly over the accelerators.
 
-    Each budget includes space for one more layer. The budgets of the last accelerator and of the CPU are not reduced.
-    With a single accelerator and no `max_memory`, its budget is 90 % of its free memory. Without accelerators, the
-    budgets of `get_max_memory` are returned.
+    Each accelerator but the last gets an equal share of the model plus space for one more layer, at most its limit. The
+    budgets of the last accelerator and of the CPU are their limits. With a single accelerator and no `max_memory`, its
+    budget is 90% of its free memory. Without accelerators, the result is that of `get_max_memory`.
 
     Args:
         model: Model on any device, including the meta device.
-        max_memory: Memory limits by device, as in get_max_memory.
+        max_memory: Memory limits by device, as in `get_max_memory`. None (the default): the free memory.
         no_split_module_classes: Class names of modules that must not be split over several devices.
-        dtype, special_dtypes: As in compute_module_sizes.
-        low_zero: Whether to leave as much memory as possible on device 0 for generation. Default: False.
+            None (the default): none.
+        dtype: Dtype in which the model will be loaded. None (the default): the current dtypes.
+        special_dtypes: Dtypes of single tensors by name, which override `dtype`. None (the default): no such tensors.
+        low_zero: Whether device 0 gets only what does not fit on the other accelerators, for example to leave memory
+            for generation. Ignored with a single accelerator, or without device 0. Default: False.
     """
     budgets = get_max_memory(max_memory)
     accelerators = [device for device, size in budgets.items() if device not in ("cpu", "disk") and size > 0]
     indices: list[Any] = [device for device in accelerators if isinstance(device, int)]
     if not accelerators:
         return budgets
-    if len(accelerators) == 1:
-        low_zero = False
-        if max_memory is None and indices:
-            budgets[indices[0]] = int(0.9 * budgets[indices[0]])
+    low_zero = low_zero and 0 in indices and len(accelerators) > 1
+    if len(accelerators) == 1 and max_memory is None and indices:
+        budgets[indices[0]] = int(0.9 * budgets[indices[0]])
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     num_sharing = len(accelerators) - 1 if low_zero else len(accelerators)
     # Accelerate's margin, so that the last layer of a device fits although layers differ in size.
@@ -131,7 +133,7 @@ def get_balanced_memory(
         if not (low_zero and device == 0):
             budgets[device] = min(share, budgets[device])
     if low_zero:
-        remaining = max(0, module_sizes[""] - sum(budgets[device] for device in range(1, len(accelerators))))
+        remaining = max(0, module_sizes[""] - sum(budgets[device] for device in accelerators if device != 0))
         budgets[0] = min(remaining, budgets[0])
     return budgets
 
@@ -145,7 +147,7 @@ def _compute_reserve(model: nn.Module, module_sizes: Counter[str], no_split_clas
     Args:
         model: Model whose layers are placed.
         module_sizes: Sizes of modules and tensors in bytes, by name.
-        no_split_classes: Class names of modules that must not be split over several devices.
+        no_split_classes: Class names of modules that must not be split over several devices. None: none.
     """
     modules = dict(model.named_modules())
     class_names = collect_class_names(no_split_classes)
@@ -180,10 +182,11 @@ def infer_auto_device_map(
 
     Args:
         model: Model on any device, including the meta device.
-        max_memory: Memory limits by device, as in get_max_memory.
+        max_memory: Memory limits by device, as in `get_max_memory`. None (the default): the free memory.
         no_split_module_classes: Class names of modules that must not be split over several devices.
-        dtype: Dtype in which the model will be loaded. None: the current dtypes.
-        special_dtypes: Dtypes of single tensors by name, which override `dtype`.
+            None (the default): none.
+        dtype: Dtype in which the model will be loaded. None (the default): the current dtypes.
+        special_dtypes: Dtypes of single tensors by name, which override `dtype`. None (the default): no such tensors.
         verbose: Whether to log the device map. Default: False.
         clean_result: Whether a module whose parts are all on one device gets one entry instead of one entry per part.
             Default: True.
@@ -318,6 +321,14 @@ class _GreedyPlacement:
         return tied_names
 
     def _assign_device(self, name: str, partners: list[str], size: int, device: Device) -> None:
+        """Place a module and its partners on a device, and remove the partners from the queue.
+
+        Args:
+            name: Name of the module.
+            partners: Names of modules that share tensors with it.
+            size: Bytes of all of them together.
+            device: Device.
+        """
         self._used_bytes[device] += size
         for each in (name, *partners):
             self.placed[each] = device
@@ -370,7 +381,7 @@ class _GreedyPlacement:
         name_that_fits = self._find_first_fitting(spare_bytes) if spare_bytes >= 0 else None
         if name_that_fits is None:
             return False
-        for parent in prefixes(name_that_fits)[1:-1]:
+        for parent in list_prefixes(name_that_fits)[1:-1]:
             position = next((index for index, item in enumerate(self._queue) if item[0] == parent), None)
             if position is not None:
                 self._queue[position : position + 1] = _list_children(parent, self._queue[position][1])
@@ -379,11 +390,15 @@ class _GreedyPlacement:
         return True
 
     def _find_first_fitting(self, limit: float) -> str | None:
-        """Return the first name in the queue, or inside its modules, whose size is at most `limit` bytes."""
+        """Return the first name in the queue, or inside its modules, whose size is at most `limit` bytes.
+
+        None if there is no such name.
+        """
         search = list(self._queue)
         while search:
             name, module = search.pop(0)
-            if get_module_size_with_ties(self._find_ties(name), self._sizes[name], self._sizes, search)[0] <= limit:
+            size, _, _ = get_module_size_with_ties(self._find_ties(name), self._sizes[name], self._sizes, search)
+            if size <= limit:
                 return name
             if not self._is_indivisible(module):
                 search = [*_list_children(name, module), *search]

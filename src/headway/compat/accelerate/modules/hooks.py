@@ -16,6 +16,9 @@ from headway.core.training.prepared.dispatched import EXECUTION
 class ModelHook:
     """Base class of hooks that run before and after a module's forward. Attach them with add_hook_to_module().
 
+    A subclass overrides `pre_forward` to change the inputs, `post_forward` to change the output, or both. `init_hook` and
+    `detach_hook` are called when the hook is attached and removed.
+
     Attributes:
         no_grad: Whether to run the forward under torch.no_grad(). Default: False.
     """
@@ -86,6 +89,7 @@ class _HookRegistration:
         ]
 
     def _run_pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of a forward, passed through the hook. Disable gradients if the hook requests it."""
         context = torch.no_grad() if self.hook.no_grad else None
         if context is not None:
             context.__enter__()
@@ -93,6 +97,7 @@ class _HookRegistration:
         return self.hook.pre_forward(module, *args, **kwargs)
 
     def _run_post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Return the output of a forward, passed through the hook, after gradients are enabled again."""
         context = self._contexts.pop() if self._contexts else None
         if context is not None:
             context.__exit__(None, None, None)
@@ -151,9 +156,9 @@ def expose_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> Non
 
 def _detach_hook(module: nn.Module) -> None:
     """Unregister a module's hook and delete its attribute, without calling the hook's `detach_hook`."""
-    attached = module.__dict__.pop("_headway_hook", None)
-    if attached is not None:
-        attached.remove()
+    attachment = module.__dict__.pop("_headway_hook", None)
+    if attachment is not None:
+        attachment.remove()
     module.__dict__.pop("_hf_hook", None)
 
 
@@ -185,8 +190,9 @@ class CpuOffload(ModelHook):
     """Hook that keeps a model on the CPU until its forward. The model then moves to the device and stays there.
 
     Args:
-        execution_device: Device of the forward. None: the current accelerator, else the CPU.
-        prev_module_hook: Hook of another model. Before each forward, that model is moved back to the CPU.
+        execution_device: Device of the forward. None (the default): the current accelerator, else the CPU.
+        prev_module_hook: Hook of another model, as returned by `cpu_offload_with_hook`. Before each forward, that model
+            is moved back to the CPU. None (the default): no other model is moved.
     """
 
     def __init__(
@@ -247,9 +253,9 @@ def cpu_offload_with_hook(
 
     Args:
         model: Model to offload.
-        execution_device: Device of the forward. None: the current accelerator, else the CPU.
+        execution_device: Device of the forward. None (the default): the current accelerator, else the CPU.
         prev_module_hook: Hook of the model that runs before this one. That model is moved back to the CPU when this
-            model's forward begins.
+            model's forward begins. None (the default): there is no such model.
 
     Returns:
         The model, and a hook with the methods `offload()` and `remove()`.

@@ -46,6 +46,7 @@ def extract_model_from_parallel(
 
 
 def _is_wrapper(model: Any) -> bool:
+    """Whether a model is wrapped by torch's DDP, DataParallel or FSDP."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # no FSDP model can exist before this module is imported
     wrapper_classes: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     if fsdp is not None:
@@ -106,12 +107,13 @@ def set_module_tensor_to_device(
         module: Module that contains the tensor, itself or in a submodule.
         tensor_name: Name of the tensor relative to the module, such as "encoder.0.weight".
         device: Device to move it to.
-        value: New value. Required if the tensor is on the meta device.
+        value: New value. Required if the tensor is on the meta device. None (the default): the current value.
         dtype: Dtype to which a new floating-point value is converted. A new value of integers or booleans then keeps
             its dtype. None: any new value is converted to the tensor's current dtype. Ignored without a new value.
         fp16_statistics: Quantization statistics of bitsandbytes, stored as the parameter's attribute `SCB`.
+            None (the default): none.
         tied_params_map: Existing copies of tied tensors, by data pointer and device. Such a copy is used instead of a
-            new one. None: no such copies.
+            new one. None (the default): no such copies.
         non_blocking: Whether to copy asynchronously. Default: False.
         clear_cache: Ignored, because emptying the CUDA cache for each tensor would only cost time.
 
@@ -146,12 +148,20 @@ def set_module_tensor_to_device(
 
 
 def _choose_dtype(old: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor's new value.
+
+    Args:
+        old: Current tensor.
+        value: New value, or None to keep the current one.
+        dtype: Dtype for floating-point and complex values. None: the dtype of the current tensor, for any value.
+    """
     if value is None or dtype is None:
         return old.dtype
     return dtype if value.is_floating_point() or value.is_complex() else value.dtype
 
 
 def _check_new_value(name: str, old: torch.Tensor, device: torch.device, value: torch.Tensor | None) -> None:
+    """Raise `ConfigError` if a tensor without values gets none, or if the shape of the new value differs."""
     if value is None and old.is_meta and device.type != "meta":
         raise ConfigError(f"{name} has no memory yet (meta device), so it cannot go to {device} as it is; give value=")
     if value is not None and value.shape != old.shape:
@@ -187,7 +197,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
     Args:
         f: File or path.
-        map_location: Device for tensors, as in torch.load.
+        map_location: Device for tensors, as in torch.load. None (the default): the device from which each was saved.
         kwargs: Other arguments of torch.load. `weights_only=False` allows code in the file to be executed.
     """
     dtype_classes = [
@@ -278,7 +288,7 @@ def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: It
     Args:
         module: Layer.
         fqn: Name of the layer in the model.
-        layers_to_filter: Names of layers that are not converted.
+        layers_to_filter: Names of layers that are not converted. Entries that are None match no layer.
     """
     if isinstance(module, torch.nn.Linear) and (module.in_features % 16 or module.out_features % 16):
         return False

@@ -1,5 +1,5 @@
 """Package `accelerate` on `sys.path` that replaces Accelerate: importing it provides Headway's modules instead."""
 
-from headway.compat.accelerate.served.finder import replace_accelerate
+from headway.compat.accelerate.provided_names.finder import replace_accelerate
 
 replace_accelerate()

@@ -58,10 +58,10 @@ class ChunkGrid(Sequence[TensorChunk]):
         self.parts = tuple(parts)
         self._counts = [sum(count for _, count in dim) for dim in self.sizes]
         # For each dim, the element offset (`_offsets`) and the chunk number (`_numbers`) at which each run of chunks of
-        # equal length starts. `_firsts`: index of the first chunk of each progression in `parts`.
+        # equal length starts. `_first_indices`: index of the first chunk of each progression in `parts`.
         self._offsets = [list(accumulate((size * count for size, count in dim), initial=0)) for dim in self.sizes]
         self._numbers = [list(accumulate((count for _, count in dim), initial=0)) for dim in self.sizes]
-        self._firsts = list(accumulate((count for _, _, count in self.parts), initial=0))
+        self._first_indices = list(accumulate((count for _, _, count in self.parts), initial=0))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +82,11 @@ class ChunkGrid(Sequence[TensorChunk]):
     @overload
     def __getitem__(self, index: slice) -> list[TensorChunk]: ...
     def __getitem__(self, index: int | slice) -> TensorChunk | list[TensorChunk]:
-        """Return the chunk with the given index in row-major order, or a list of chunks for a slice."""
+        """Return the chunk with the given index in row-major order, or a list of chunks for a slice.
+
+        Raises:
+            IndexError: If the grid has no chunk with this index.
+        """
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         if index < 0:
@@ -109,9 +113,9 @@ class ChunkGrid(Sequence[TensorChunk]):
             offsets.append(self._offsets[dim][run] + (number - self._numbers[dim][run]) * size)
             shape.append(size)
             index = index * self._counts[dim] + number
-        progression = bisect_right(self._firsts, index) - 1
+        progression = bisect_right(self._first_indices, index) - 1
         first, step, _ = self.parts[progression]
-        number = first + step * (index - self._firsts[progression])
+        number = first + step * (index - self._first_indices[progression])
         return TensorChunk(tuple(offsets), tuple(shape), make_file_name(self.file, number), self.key)
 
     def iterate_overlapping(self, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[TensorChunk]:
@@ -206,7 +210,7 @@ class ChunkGridReader:
 
     def __init__(self, files: Mapping[str, Any]) -> None:
         self._files = files
-        self._checked: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
+        self._checked_parts: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
         """Pairs of (file name pattern, numbers of the files) that have been checked, because many tensors share them."""
         self._num_files_left = _MAX_FILES
 
@@ -240,7 +244,7 @@ class ChunkGridReader:
 
     def _check_files(self, name: str, grid: ChunkGrid) -> None:
         """Raise `CheckpointError` if the manifest lacks a file of a grid, or the grid names a file twice."""
-        if (grid.file, grid.parts) in self._checked:
+        if (grid.file, grid.parts) in self._checked_parts:
             return
         self._num_files_left -= len(grid)
         if self._num_files_left < 0:
@@ -253,7 +257,7 @@ class ChunkGridReader:
             raise CheckpointError(f"the tensor {name!r} is in {missing!r}, which the manifest does not list")
         if len(files) != len(grid):
             raise CheckpointError(f"the manifest places two boxes of {name!r} in one file")
-        self._checked.add((grid.file, grid.parts))
+        self._checked_parts.add((grid.file, grid.parts))
 
 
 def read_counts(value: Any) -> tuple[int, ...]:

@@ -131,6 +131,7 @@ def parse_number(path: Path) -> int | None:
 
 
 def _get_sort_key(path: Path) -> tuple[int, str]:
+    """Return a key that sorts checkpoints by number and then by name. Those without a number come first."""
     number = parse_number(path)
     return (-1 if number is None else number, path.name)
 
@@ -152,6 +153,7 @@ def _describe_neighbors(path: Path) -> str:
 
 
 def _advise_loading_weights(folder: Path) -> str:
+    """Return advice on loading the weights in a folder that is not a Headway checkpoint, or "" if it has no known file."""
     candidates = [name for name in _WEIGHTS if os.path.isfile(folder / name)]
     if not candidates:
         return ""

@@ -7,9 +7,11 @@ any object has been changed.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from headway.errors import CheckpointError
+
+T = TypeVar("T")
 
 LARGEST = 2**53
 """Largest accepted count. Ranks exchange counts as floats, which represent integers exactly up to this limit."""
@@ -168,6 +170,7 @@ class TypedReader:
             read(item)
 
     def _read_sequence(self, count: int | None) -> Sequence[Any]:
+        """Return the value if it is a list or tuple with `count` items; None for any number. Raise `CheckpointError` if not."""
         value = self.value
         if not isinstance(value, list | tuple):
             self.raise_error("a list")
@@ -210,10 +213,8 @@ class TypedReader:
             raise CheckpointError(f"the manifest's {self.where} lacks {name!r}")
         return TypedReader(value[name], f"{self.where}.{name}")
 
-    def find_present(self, *names: str) -> "list[TypedReader]":
-        """Return a list of readers for the values of the given keys in a JSON object.
-
-        Missing keys and null values are skipped. With a single key, a loop over the result runs at most once.
+    def get(self, name: str) -> "TypedReader | None":
+        """Return a reader for the value under an optional key, or None if the key is missing or its value is null.
 
         Raises:
             CheckpointError: If this value is not a dict.
@@ -221,8 +222,23 @@ class TypedReader:
         value = self.value
         if not isinstance(value, dict):
             self.raise_error("a table of names")
-        return [TypedReader(value[name], f"{self.where}.{name}") for name in names if value.get(name) is not None]
+        return None if value.get(name) is None else TypedReader(value[name], f"{self.where}.{name}")
+
+    def read_if_present(self, name: str, read: "Callable[[TypedReader], T]", default: T) -> T:
+        """Return the value of an optional key in a JSON object.
+
+        Args:
+            name: Key, which checkpoints of older versions may lack.
+            read: Function that returns the value from its reader, and raises `CheckpointError` if it is wrong.
+            default: Result if the key is missing or its value is null.
+
+        Raises:
+            CheckpointError: If this value is not a dict, or `read` raises it.
+        """
+        reader = self.get(name)
+        return default if reader is None else read(reader)
 
 
 def _are_integers(values: Sequence[Any], least: int, most: int) -> bool:
+    """Whether all values are integers from `least` to `most`. Bools do not count as integers."""
     return not values or (set(map(type, values)) == {int} and least <= min(values) and max(values) <= most)

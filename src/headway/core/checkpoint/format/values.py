@@ -11,9 +11,8 @@ NumPy arrays and scalars are stored as bytes, with a JSON description of their d
 import base64
 import json
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy
@@ -21,17 +20,12 @@ import torch
 
 from headway.common.untrusted import PARSE_ERRORS
 from headway.core.checkpoint.format.arrays import build_array, build_dtype, describe_dtype, read_values
-from headway.core.checkpoint.format.tensors import (
-    explain_refusal,
-    get_saved_stride,
-    is_dense,
-    join_from_dense,
-    set_stride,
-    split_into_dense,
-)
-from headway.core.checkpoint.format.text import decode_base64, encode_base64, is_plain, to_logical_name
+from headway.core.checkpoint.format.codecs import CONTAINERS, DECODERS, LEAF_CODECS
+from headway.core.checkpoint.format.dense import explain_refusal, is_dense, join_from_dense, split_into_dense
+from headway.core.checkpoint.format.strides import get_saved_stride, set_stride
+from headway.core.checkpoint.format.text import encode_base64, is_plain, to_logical_name
 from headway.core.weights.pieces import ShardPiece, get_local_part, is_dtensor
-from headway.core.weights.shards import find_dtype, get_dtype_name, get_raw_bytes
+from headway.core.weights.tensor_bytes import get_raw_bytes
 from headway.errors import CheckpointError
 
 TAG = "!"
@@ -77,7 +71,7 @@ def encode_value(value: Any, name: str, tensors: dict[str, torch.Tensor], depth:
     if packed is not None:
         _check_restored(value, packed, name)
         return packed
-    for tag, container in _CONTAINERS.items():
+    for tag, container in CONTAINERS.items():
         if kind is container:
             return _encode_container(tag, value, name, tensors, depth)
     raise CheckpointError(f"{name} is a {kind.__module__}.{kind.__qualname__}, {_explain_refusal(value)}")
@@ -102,15 +96,27 @@ def is_json(items: Collection[Any]) -> bool:
     kinds = set(map(type, items))
     if not kinds <= _JSON_SCALARS:
         return False
-    integers = [item for item in items if type(item) is int] if int in kinds else ()
-    return (
-        (not integers or (min(integers) >= -_MAX_INT and max(integers) < _MAX_INT))
-        and (float not in kinds or all(map(math.isfinite, [item for item in items if type(item) is float])))
-        and (str not in kinds or is_plain("".join([item for item in items if type(item) is str])))
-    )
+    if int in kinds:
+        integers = [item for item in items if type(item) is int]
+        if min(integers) < -_MAX_INT or max(integers) >= _MAX_INT:
+            return False
+    if float in kinds and not all(map(math.isfinite, [item for item in items if type(item) is float])):
+        return False
+    return str not in kinds or is_plain("".join([item for item in items if type(item) is str]))
 
 
 def _encode_items(items: Collection[Any], name: str, tensors: dict[str, torch.Tensor], depth: int) -> list[Any]:
+    """Return the items of a sequence as a list of JSON values.
+
+    Args:
+        items: Items to encode.
+        name: Path of the sequence. It is used in messages and as the prefix of the tensors' names.
+        tensors: Dict to which the tensors of the items are added, by logical name.
+        depth: Nesting depth of the sequence.
+
+    Raises:
+        CheckpointError: If an item cannot be saved.
+    """
     if is_json(items):
         return list(items)
     return [encode_value(item, f"{name}.{i}", tensors, depth + 1) for i, item in enumerate(items)]
@@ -119,15 +125,21 @@ def _encode_items(items: Collection[Any], name: str, tensors: dict[str, torch.Te
 def _encode_leaf(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     """Return a JSON object with a type tag for a value of a type that JSON lacks, such as bytes or a NumPy scalar.
 
-    Return None if the type is not one of the supported leaf types. The arguments are those of `encode_value`.
+    Return None if the type is not one of the supported leaf types.
+
+    Args:
+        value: Value to encode.
+        name: Path of the value, for messages.
+        tensors: Dict of tensors by name. No leaf adds any.
+        depth: Nesting depth of the value.
 
     Raises:
         CheckpointError: If the dtype of a NumPy scalar cannot be rebuilt from a description.
     """
     kind = type(value)
-    for tag, owner, pack, _ in _PACKED:
-        if kind is owner:
-            return {TAG: tag, "value": encode_value(pack(value), name, tensors, depth + 1)}
+    for codec in LEAF_CODECS:
+        if kind is codec.leaf_type:
+            return {TAG: codec.tag, "value": encode_value(codec.encode(value), name, tensors, depth + 1)}
     if isinstance(value, numpy.generic) and not value.dtype.hasobject:
         dtype = encode_value(_describe_dtype(value.dtype, name), name, tensors, depth + 1)
         return {TAG: "scalar", "dtype": dtype, "value": base64.b64encode(value.tobytes()).decode()}
@@ -137,7 +149,11 @@ def _encode_leaf(value: Any, name: str, tensors: dict[str, torch.Tensor], depth:
 def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     """Return a JSON reference to a tensor, and add the tensor to `tensors`. A sparse or quantized one is split first.
 
-    The arguments are those of `encode_value`.
+    Args:
+        value: Tensor or `ShardPiece`.
+        name: Path of the tensor. It is used in messages, and determines the name under which the tensor is stored.
+        tensors: Dict to which the tensor, or its parts, are added, by logical name.
+        depth: Nesting depth of the tensor.
 
     Raises:
         CheckpointError: If a checkpoint cannot hold the tensor.
@@ -147,6 +163,7 @@ def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], dept
         raise CheckpointError(f"{name} is {problem}")
     if isinstance(value, ShardPiece):
         return {TAG: "tensor", "name": _add_tensor(value, name, tensors)}
+    # A load restores plain tensors, parameters and DTensors. It would lose any other subclass.
     if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
         raise CheckpointError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which would be restored as a plain tensor: let state_dict() "
@@ -167,18 +184,41 @@ def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], dept
 
 
 def _encode_array(value: numpy.ndarray[Any, Any], name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    """Return a JSON reference to an array, and add its bytes to `tensors` as a uint8 tensor.
+
+    Args:
+        value: Array whose elements are not Python objects.
+        name: Path of the array. It is used in messages, and determines the name under which the bytes are stored.
+        tensors: Dict to which the bytes are added, by logical name.
+        depth: Nesting depth of the array.
+
+    Raises:
+        CheckpointError: If the dtype cannot be rebuilt from a description.
+    """
     dtype = encode_value(_describe_dtype(value.dtype, name), name, tensors, depth + 1)
-    raw = (
-        torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-        if value.nbytes
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    if value.nbytes:
+        raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+    else:  # `frombuffer` refuses empty memory
+        raw = torch.empty(0, dtype=torch.uint8)
     is_by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
     order = {"order": "F"} if is_by_columns else {}  # NumPy's own files keep C and Fortran order too
     return {TAG: "array", "name": _add_tensor(raw, name, tensors), "dtype": dtype, "shape": list(value.shape), **order}
 
 
 def _encode_container(tag: str, value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    """Return a JSON object with the items of a container, such as a tuple or a set.
+
+    Args:
+        tag: Key of the container's type in `CONTAINERS`.
+        value: Container.
+        name: Path of the container. It is used in messages and as the prefix of the tensors' names.
+        tensors: Dict to which the tensors of the items are added, by logical name.
+        depth: Nesting depth of the container.
+
+    Raises:
+        CheckpointError: If the container is a defaultdict with a factory, has a tensor as a key, or contains a value
+            that cannot be saved.
+    """
     if isinstance(value, defaultdict) and value.default_factory is not None:
         raise CheckpointError(
             f"{name} is a defaultdict with a factory, which cannot be saved; let state_dict() return dict(it)"
@@ -198,11 +238,12 @@ def _encode_container(tag: str, value: Any, name: str, tensors: dict[str, torch.
 
 
 def _add_tensor(tensor: Any, name: str, tensors: dict[str, torch.Tensor]) -> str:
-    name = to_logical_name(name)
-    while name in tensors:
-        name += "_"
-    tensors[name] = tensor
-    return name
+    """Add a tensor to `tensors` and return its name there: `name`, with underscores appended until it is unique."""
+    unique_name = to_logical_name(name)
+    while unique_name in tensors:
+        unique_name += "_"
+    tensors[unique_name] = tensor
+    return unique_name
 
 
 def decode_value(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -271,6 +312,7 @@ def is_object(value: Mapping[Any, Any]) -> bool:
 
 
 def _describe_dtype(dtype: numpy.dtype[Any], name: str) -> Any:
+    """Return a NumPy dtype as a JSON-like value. Raise `CheckpointError` with the path `name` if that is impossible."""
     try:
         return describe_dtype(dtype)
     except (CheckpointError, TypeError, ValueError, LookupError) as error:
@@ -278,6 +320,7 @@ def _describe_dtype(dtype: numpy.dtype[Any], name: str) -> Any:
 
 
 def _explain_refusal(value: Any) -> str:
+    """Return the end of the error message for a value of a type that a checkpoint cannot hold."""
     if isinstance(value, numpy.ndarray):
         return "which would be restored as a plain array, if at all: let state_dict() return plain arrays of numbers or text"
     allowed = "numbers, text, bytes, paths, tensors, arrays, and lists, tuples, dicts, sets and deques of them"
@@ -296,60 +339,20 @@ def _check_restored(value: Any, packed: Any, name: str) -> None:
         name: Path of the value, for messages.
     """
     try:
-        back = decode_value(packed, {})
+        restored = decode_value(packed, {})
     except CheckpointError as error:
-        back, reason = None, f": {error}"
-    else:
-        reason = f" but as {back!r}"
-    is_alike = type(back) is type(value) and (
-        (back.dtype == value.dtype and read_values(back) == read_values(value))
-        if isinstance(value, numpy.generic)
-        else bool(back == value or back != back)
-    )
-    if not is_alike:
-        raise CheckpointError(f"{name} is {value!r}, which could not be restored as it is{reason}")
+        raise CheckpointError(f"{name} is {value!r}, which could not be restored as it is: {error}") from error
+    if not _is_identical(restored, value):
+        raise CheckpointError(f"{name} is {value!r}, which could not be restored as it is but as {restored!r}")
 
 
-def _unpacked_bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-_PACKED: list[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]]] = [
-    ("bytes", bytes, lambda v: base64.b64encode(v).decode(), _unpacked_bytes),
-    ("bytearray", bytearray, lambda v: base64.b64encode(v).decode(), lambda v: bytearray(_unpacked_bytes(v))),
-    ("complex", complex, lambda v: [repr(v.real), repr(v.imag)], lambda v: complex(float(v[0]), float(v[1]))),
-    ("torch.dtype", torch.dtype, get_dtype_name, find_dtype),
-    ("torch.device", torch.device, str, torch.device),
-    ("torch.Size", torch.Size, list, torch.Size),
-    ("range", range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
-    ("numpy.str", numpy.str_, lambda v: str.__add__(v, ""), numpy.str_),
-    (
-        "numpy.bytes",
-        numpy.bytes_,
-        lambda v: base64.b64encode(bytes.__add__(v, b"")).decode(),
-        lambda v: numpy.bytes_(_unpacked_bytes(v)),
-    ),
-    ("Path", PosixPath, str, Path),
-    ("Path", WindowsPath, str, Path),
-    ("PurePosixPath", PurePosixPath, str, PurePosixPath),
-    ("PureWindowsPath", PureWindowsPath, str, PureWindowsPath),
-]
-"""Leaf types that JSON lacks, as tuples of (name of the type, type, function that encodes, function that decodes)."""
-_UNPACKED: dict[str, Callable[[Any], Any]] = {tag: unpack for tag, _, _, unpack in _PACKED} | {
-    "int": lambda v: int(v, 16),
-    "text": decode_base64,
-    "float": lambda v: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
-}
-_CONTAINERS: dict[str, type] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
-    "defaultdict": defaultdict,
-}
+def _is_identical(restored: Any, value: Any) -> bool:
+    """Whether a restored value has the type and the value of the original. NaN is identical to NaN."""
+    if type(restored) is not type(value):
+        return False
+    if isinstance(value, numpy.generic):
+        return bool(restored.dtype == value.dtype and read_values(restored) == read_values(value))
+    return bool(restored == value or restored != restored)
 
 
 def _decode_value(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
@@ -359,41 +362,55 @@ def _decode_value(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -
         value: JSON value. It is untrusted.
         tensors: Saved tensors by name.
         depth: Nesting depth of the value.
+
+    Raises:
+        CheckpointError: If the value is nested too deep, has an unknown type tag, or names a tensor that does not exist.
+            A value with a wrong structure can raise other errors, which `decode_value` converts.
     """
     if depth > 2 * _MAX_DEPTH + 2:
         raise CheckpointError("a value in the manifest is nested too deep")
     if isinstance(value, list):
-        # Scalars stay as they are. Lists of numbers can be long.
-        return [_decode_value(item, tensors, depth + 1) if isinstance(item, dict | list) else item for item in value]
+        return _decode_items(value, tensors, depth)
     if not isinstance(value, dict):
         return value
     if TAG not in value:
-        return {
-            key: _decode_value(item, tensors, depth + 1) if isinstance(item, dict | list) else item
-            for key, item in value.items()
-        }
+        return dict(zip(value, _decode_items(value.values(), tensors, depth)))
     tag = value[TAG]
     if tag in ("tensor", "parts"):
         return _decode_tensor(value, tensors, depth)
     if tag in ("array", "scalar"):
         return _decode_array(value, tensors, depth)
-    if tag in _UNPACKED:
-        return _UNPACKED[tag](_decode_value(value["value"], tensors, depth + 1))
-    if tag in _CONTAINERS:
-        items = [
-            _decode_value(item, tensors, depth + 1) if isinstance(item, dict | list) else item
-            for item in value["items"]
-        ]
-        if tag == "deque":
-            return deque(items, value["maxlen"])
-        if issubclass(_CONTAINERS[tag], dict):
-            pairs = [(key, item) for key, item in items]
-            return defaultdict(None, pairs) if tag == "defaultdict" else _CONTAINERS[tag](dict(pairs))
-        return _CONTAINERS[tag](items)
+    if tag in DECODERS:
+        return DECODERS[tag](_decode_value(value["value"], tensors, depth + 1))
+    if tag in CONTAINERS:
+        return _decode_container(value, tensors, depth)
     raise CheckpointError(f"a value in the manifest is of the unknown type {tag!r}")
 
 
+def _decode_items(items: Iterable[Any], tensors: Mapping[str, torch.Tensor], depth: int) -> list[Any]:
+    """Return the decoded items of a list or dict at the given depth. Scalars are not decoded one by one.
+
+    Lists of numbers can be long, so a function call for each number would be slow.
+    """
+    return [_decode_value(item, tensors, depth + 1) if isinstance(item, dict | list) else item for item in items]
+
+
+def _decode_container(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    """Return the container that `_encode_container` has encoded."""
+    tag, items = value[TAG], _decode_items(value["items"], tensors, depth)
+    container: Any = CONTAINERS[tag]
+    if tag == "deque":
+        return deque(items, value["maxlen"])
+    if not issubclass(container, dict):
+        return container(items)
+    pairs = [(key, item) for key, item in items]
+    if tag == "defaultdict":
+        return defaultdict(None, pairs)
+    return container(dict(pairs))
+
+
 def _find_tensor(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tensor that a JSON reference names. Raise `CheckpointError` if `tensors` lacks it."""
     tensor = tensors.get(value["name"])
     if tensor is None:
         raise CheckpointError(f"the manifest names a tensor {value['name']!r} that the checkpoint lacks")
@@ -401,6 +418,7 @@ def _find_tensor(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
 
 
 def _decode_tensor(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> torch.Tensor:
+    """Return the tensor that `_encode_tensor` has encoded: a dense one, or a sparse or quantized one from its parts."""
     if value[TAG] == "tensor":
         tensor = _find_tensor(value, tensors)
         if "stride" in value:
@@ -415,6 +433,7 @@ def _decode_tensor(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 
 
 def _decode_array(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    """Return the NumPy array or scalar that was encoded with the tag "array" or "scalar"."""
     dtype = build_dtype(_decode_value(value["dtype"], tensors, depth + 1))
     if value[TAG] == "scalar":
         return build_array(dtype, (), base64.b64decode(value["value"], validate=True))[()]

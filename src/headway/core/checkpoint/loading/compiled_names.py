@@ -36,10 +36,11 @@ def _remove_prefixes(name: str) -> str:
     """Return a tensor name without the prefixes of `torch.compile`. Names in the user's own state do not change."""
     start, slash, rest = name.partition("/")
     number, second, path = rest.partition("/")
-    return f"{start}/{number}/{_bare_parts(path)}" if slash and second and name.startswith(_OWN) else name
+    return f"{start}/{number}/{_remove_compiled_prefixes(path)}" if slash and second and name.startswith(_OWN) else name
 
 
-def _bare_parts(path: str) -> str:
+def _remove_compiled_prefixes(path: str) -> str:
+    """Return a logical name without the prefixes that `torch.compile` adds to module names."""
     return "/".join(map(remove_compiled_levels, path.split("/")))
 
 
@@ -50,5 +51,5 @@ def _rename_parameters(value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.get(TAG) == "text":
             return value
-        return {_bare_parts(key): _rename_parameters(item) for key, item in value.items()}
-    return _bare_parts(value) if isinstance(value, str) else value
+        return {_remove_compiled_prefixes(key): _rename_parameters(item) for key, item in value.items()}
+    return _remove_compiled_prefixes(value) if isinstance(value, str) else value

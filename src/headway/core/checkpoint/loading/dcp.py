@@ -40,6 +40,11 @@ class _IndexUnpickler(pickle.Unpickler):
     """Unpickler that loads only the classes which an index needs, so that a malicious file cannot execute code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class or torch constant that the metadata file names, if it is on the list of allowed ones.
+
+        Raises:
+            CheckpointError: If it is not allowed. Nothing is imported or run then.
+        """
         value = getattr(torch, name, None) if module == "torch" else None
         is_dtype = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
         if is_dtype or (module, name) in _ALLOWED_CLASSES:
@@ -53,6 +58,11 @@ class _SafeReader(FileSystemReader):
     """torch's reader of a folder, with an index that is read by `_IndexUnpickler`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata of the checkpoint without executing code that the file may contain.
+
+        Raises:
+            CheckpointError: If the file cannot be read, or does not hold metadata.
+        """
         path = Path(self.path) / INDEX
         try:
             with path.open("rb") as file:
@@ -85,12 +95,47 @@ def write_folder(named: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.name == INDEX or file.suffix == ".distcp")
 
 
-def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each tensor of a model in a folder, one at a time. Names are those in the model.
+class DcpTensor:
+    """Tensor in a folder in torch.distributed.checkpoint's format. Its values are read on request.
 
-    If the state was saved as `{"model": model.state_dict(), ...}` (or under "module", "state_dict" or "app"), only
-    that entry is read. If that entry has a nested entry "model", only the nested one is read. If the state was saved as
-    a flat state dict of one model, all tensors are read.
+    Args:
+        reader: Reader of the folder.
+        key: Name in the folder.
+        entry: Entry of the tensor in the folder's index.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+    """
+
+    def __init__(self, reader: _SafeReader, key: str, entry: TensorStorageMetadata) -> None:
+        self.shape = entry.size
+        self.dtype = entry.properties.dtype
+        self._reader = reader
+        self._key = key
+
+    def assemble(self) -> torch.Tensor:
+        """Return the full tensor in new host memory.
+
+        Raises:
+            CheckpointError: If the values cannot be read.
+        """
+        state_dict = {self._key: torch.empty(self.shape, dtype=self.dtype)}
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        try:
+            load(state_dict, storage_reader=self._reader, planner=planner, no_dist=True)
+        except Exception as error:
+            place = f"{self._key} in {self._reader.path}"
+            raise CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}") from error
+        return state_dict[self._key]
+
+
+def open_folder(folder: Path) -> dict[str, DcpTensor]:
+    """Return the tensors of a model in a folder, by their names in the model. Their values are read on request.
+
+    If the state was saved as `{"model": model.state_dict(), ...}` (or under "module", "state_dict" or "app"), the
+    result contains only that entry. If that entry has a nested entry "model", it contains only the nested one. If the
+    state was saved as a flat state dict of one model, it contains all tensors.
 
     Args:
         folder: Folder in torch.distributed.checkpoint's format.
@@ -103,13 +148,21 @@ def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     entries = {
         key: entry for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
     }
-    for key, name in _map_model_names(entries, metadata.planner_data or {}).items():
-        state_dict = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype)}
-        try:
-            load(state_dict, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
-        except Exception as error:
-            raise CheckpointError(f"{key} in {folder} cannot be read: {type(error).__name__}: {error}") from error
-        yield name, state_dict[key]
+    names = _map_model_names(entries, metadata.planner_data or {})
+    return {name: DcpTensor(reader, key, entries[key]) for key, name in names.items()}
+
+
+def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for each tensor of a model in a folder, one at a time, as `open_folder` finds them.
+
+    Args:
+        folder: Folder in torch.distributed.checkpoint's format.
+
+    Raises:
+        CheckpointError: If the folder cannot be read, or if it has several entries and none is a model.
+    """
+    for name, stored in open_folder(folder).items():
+        yield name, stored.assemble()
 
 
 def _map_model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, str]:

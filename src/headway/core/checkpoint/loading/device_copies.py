@@ -14,7 +14,7 @@ import torch
 
 from headway.common.task_threads import TaskThreads
 from headway.core.runtime.copy_stream import allocate_pinned
-from headway.core.weights.parallel_writer import is_in_order, view_bytes
+from headway.core.weights.tensor_bytes import is_in_order, view_bytes
 
 _BLOCK = 4 * 2**20
 """Size of each thread's pinned buffer in bytes."""
@@ -94,6 +94,7 @@ def can_copy_in_blocks(target: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def _is_large(values: torch.Tensor) -> bool:
+    """Whether copying values from host memory in blocks, on several threads, is worth it and possible."""
     return values.device.type == "cpu" and values.nbytes >= _LARGE and is_in_order(values)
 
 
@@ -111,7 +112,7 @@ class BlockCopier:
     def __init__(self) -> None:
         self._threads = TaskThreads(_NUM_THREADS, "headway-copy", 4 * _NUM_THREADS)
         self._local = threading.local()
-        self._synchronized: set[torch.device] = set()
+        self._synchronized_devices: set[torch.device] = set()
 
     def __enter__(self) -> "BlockCopier":
         self._threads.__enter__()
@@ -121,17 +122,28 @@ class BlockCopier:
         self._threads.__exit__(kind, error, at)
 
     def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Start to copy values for which `can_copy_in_blocks` is True. The copy is complete when the context exits."""
-        if target.device.type != "cpu" and target.device not in self._synchronized:
+        """Start to copy values for which `can_copy_in_blocks` is True. The copy is complete when the context exits.
+
+        Args:
+            target: Tensor to fill.
+            values: Values in host memory.
+        """
+        if target.device.type != "cpu" and target.device not in self._synchronized_devices:
             # Earlier work on the device might still read or write the target. The threads copy on another stream.
             torch.accelerator.current_stream(target.device).synchronize()
-            self._synchronized.add(target.device)
-        to, source = view_bytes(target), view_bytes(values)
-        for start in range(0, source.numel(), _BLOCK):
-            end = min(source.numel(), start + _BLOCK)
-            self._threads.submit(partial(self._copy_block, to[start:end], source[start:end]))
+            self._synchronized_devices.add(target.device)
+        target_bytes, source_bytes = view_bytes(target), view_bytes(values)
+        for start in range(0, source_bytes.numel(), _BLOCK):
+            end = min(source_bytes.numel(), start + _BLOCK)
+            self._threads.submit(partial(self._copy_block, target_bytes[start:end], source_bytes[start:end]))
 
     def _copy_block(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a block of bytes from host memory to a device, through this thread's pinned memory.
+
+        Args:
+            target: Bytes on the device.
+            source: Bytes in host memory, at most `_BLOCK` of them.
+        """
         if target.device.index is not None:
             torch.accelerator.set_device_index(target.device.index)  # a new thread would create a context on device 0
         staging: torch.Tensor | None = getattr(self._local, "staging", None)

@@ -15,11 +15,13 @@ import torch
 import xxhash
 
 from headway.common.untrusted import open_regular_file
-from headway.core.checkpoint.format.manifest import TITLE, Manifest, WrittenFile
+from headway.core.checkpoint.format.entries import HASH_NAME, WrittenFile
+from headway.core.checkpoint.format.manifest import Manifest
 from headway.core.checkpoint.format.tensors import check_spec
 from headway.core.checkpoint.stores.disk import check_file
 from headway.core.checkpoint.stores.threads import run_in_order
-from headway.core.weights.shards import TensorOffsets, find_dtype, read_header
+from headway.core.weights.safetensors_format import TensorOffsets, read_header
+from headway.core.weights.tensor_bytes import find_dtype
 from headway.errors import CheckpointDamaged, CheckpointError
 
 _BLOCK = 1024 * 1024
@@ -117,6 +119,7 @@ def _read_pieces(
 
 
 def _overlaps_any(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether a piece of a file overlaps any of the byte ranges. An empty file's piece counts as one byte."""
     start, length, _ = piece
     return any(begin < start + max(1, length) and end > start for begin, end in ranges)
 
@@ -124,9 +127,18 @@ def _overlaps_any(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]
 def _read_piece(
     path: Path, written: WrittenFile, piece: tuple[int, int, str], buffers: Sequence[ReadBuffer], is_verified: bool
 ) -> None:
-    """Read one piece of a file into its buffers, and compare it with its hash. The arguments are those of `_read_pieces`.
+    """Read one piece of a file into its buffers, and compare it with its hash. Bytes without a buffer are only hashed.
 
-    Bytes that belong to no buffer are read only for the hash.
+    Args:
+        path: Path of the file.
+        written: Entry of the file in the manifest.
+        piece: Part of the file that one hash covers: (offset, length, hash).
+        buffers: Buffers of the file, ordered by offset.
+        is_verified: Whether to compare the piece with its hash.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or has become shorter.
+        CheckpointDamaged: If the piece differs from its hash.
     """
     start, length, recorded_hash = piece
     digest = xxhash.xxh3_128()
@@ -141,7 +153,7 @@ def _read_piece(
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if is_verified and digest.hexdigest() != recorded_hash:
         raise CheckpointDamaged(
-            f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those written ({TITLE} differs)"
+            f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those written ({HASH_NAME} differs)"
         )
 
 
@@ -213,6 +225,11 @@ def _allocate_tensors(
     """Return a pair of (new tensors by name, lists of `ReadBuffer` objects by file name).
 
     The tensors are uninitialized. Reading a file into its buffers, which are views of the tensors, fills them.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        names: Names of tensors that have a single chunk.
 
     Raises:
         CheckpointError: If a file lacks a tensor, or holds it with another dtype or shape.

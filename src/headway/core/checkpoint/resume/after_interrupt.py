@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headway.common import scope
 from headway.common.tracebacks import ExceptionHook
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime.resume_advice import NO_CHECKPOINT, format_resume_advice
 
 
@@ -30,30 +30,36 @@ class ResumableRun(Protocol):
 def add_interrupt_advice(run: ResumableRun) -> None:
     """Register a hook that, after an uncaught KeyboardInterrupt, prints how to continue the run.
 
-    Under a launcher, the launcher prints this text instead. It reads the text from the status files (pulses) of its
-    ranks. So this function also writes a text for a run without a checkpoint to this rank's pulse, if the pulse has
+    Under a launcher, the launcher prints this text instead. It reads the text from the heartbeat files of its
+    ranks. So this function also writes a text for a run without a checkpoint to this rank's file, if the file has
     none. The hook has only a weak reference to the run.
 
     Args:
         run: Run whose last checkpoint is named in the message.
     """
     scope.get_or_create(ExceptionHook).add_note(_make_note(weakref.ref(run)))
-    own_pulse = pulse.get_own_pulse()
-    if not own_pulse.read().resume_advice:  # another Accelerator of this process may have saved
-        own_pulse.set_resume_advice(_format_advice(run, None))
+    own_file = heartbeat_file.get_own_file()
+    if not own_file.read().resume_advice:  # another Accelerator of this process may have saved
+        own_file.set_resume_advice(_format_advice(run, None))
 
 
 def publish_resume_advice(run: ResumableRun, folder: str | Path) -> None:
-    """Write to this rank's status file (pulse) how to continue from a checkpoint, for the launcher's final message.
+    """Write to this rank's heartbeat file how to continue from a checkpoint, for the launcher's final message.
 
     Args:
         run: Run that has saved the checkpoint.
         folder: Folder of the checkpoint.
     """
-    pulse.get_own_pulse().set_resume_advice(_format_advice(run, folder))
+    heartbeat_file.get_own_file().set_resume_advice(_format_advice(run, folder))
 
 
 def _make_note(get_run: Callable[[], ResumableRun | None]) -> Callable[[BaseException], str]:
+    """Return a function from an error to the note that a traceback gets. The note is empty unless the error is a Ctrl+C.
+
+    Args:
+        get_run: Function that returns the run, or None if the run no longer exists.
+    """
+
     def make_note(error: BaseException) -> str:
         run = get_run()
         if run is None or not isinstance(error, KeyboardInterrupt):
@@ -64,6 +70,12 @@ def _make_note(get_run: Callable[[], ResumableRun | None]) -> Callable[[BaseExce
 
 
 def _format_advice(run: ResumableRun, folder: str | Path | None) -> str:
+    """Return advice on how to continue the run after Ctrl+C, or "" for a script that was written for Accelerate.
+
+    Args:
+        run: Run that was interrupted.
+        folder: Folder of its last checkpoint, or None.
+    """
     if folder is not None:
         return format_resume_advice(folder, is_automatic=run.is_automatic, method=run.resume_method)
     # A program that continues with `load_state` was written for Accelerate and might save by other means: no advice.

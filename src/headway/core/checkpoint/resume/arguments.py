@@ -99,11 +99,21 @@ def parse_changed(changed: str | Collection[str] | None) -> Collection[str] | No
 
 
 def _is_map_location(text: str) -> bool:
+    """Whether a text is a valid `map_location`: "cpu", "on_device", or a device such as "cuda:0"."""
     kind, colon, number = text.partition(":")
     return text in ("cpu", "on_device") or (is_device_type(kind) and (not colon or number.isdigit()))
 
 
 def _check_argument_name(method: str, name: str) -> None:
+    """Check that Accelerate's method has an argument, and log once that this argument has no effect here.
+
+    Args:
+        method: Name of the Accelerator's method.
+        name: Name of the keyword argument.
+
+    Raises:
+        ConfigError: If the method has no such argument in Accelerate either.
+    """
     arguments = _ARGUMENTS[method]
     if name not in arguments.ignored.split():
         allowed = [*arguments.own.split(), *arguments.ignored.split()]

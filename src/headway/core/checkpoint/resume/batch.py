@@ -81,7 +81,7 @@ class GlobalBatch:
     def __init__(self, loaders: Sequence[PreparedLoader], accumulation: AccumulationWindows) -> None:
         self._loaders = loaders
         self._accumulation = accumulation
-        self._applied: tuple[BatchPlan, int] | None = None
+        self._applied_plan: tuple[BatchPlan, int] | None = None
         """Pair of (plan that was applied last, number of micro-batches per update that the script had requested)."""
 
     @property
@@ -90,20 +90,20 @@ class GlobalBatch:
 
         It becomes None once the script has set another number of accumulation steps.
         """
-        if self._applied is None:
+        if self._applied_plan is None:
             return None
-        plan, _ = self._applied
+        plan, _ = self._applied_plan
         if plan.num_steps != self._accumulation.num_steps:
-            self._applied = None
+            self._applied_plan = None
             return None
         return plan
 
     @property
     def _requested_steps(self) -> int:
         """Number of micro-batches per update that the script requested, before a resume changed it."""
-        if self._plan is None or self._applied is None:
+        if self._plan is None or self._applied_plan is None:
             return self._accumulation.num_steps
-        _, requested_steps = self._applied
+        _, requested_steps = self._applied_plan
         return requested_steps
 
     def list_requested_sizes(self) -> list[int | None]:
@@ -135,7 +135,7 @@ class GlobalBatch:
 
     def _list_trained(self) -> list[int]:
         """Return the indices of the loaders whose batches are used for training, or [0] before the first such batch."""
-        trained = self._accumulation.trained_on
+        trained = self._accumulation.reads.trained_on
         return [index for index, each in enumerate(self._loaders) if any(each is one for one in trained)] or [0]
 
     def get_state(self) -> BatchState:
@@ -171,21 +171,26 @@ class GlobalBatch:
             is_same_world: Whether the number of data shards is that of the saved run.
         """
         requested = self.list_requested_sizes()
+        # Indices of the loaders that were used for training, and that both runs have.
         trained = [index for index in saved.trained if index < min(len(requested), len(saved.sizes))]
+        # Messages contain the size of the first of these loaders.
+        first_saved_size = saved.sizes[trained[0]] if trained else None
+        first_requested_size = requested[trained[0]] if trained else None
         saved_sizes = {index: size for index in trained if (size := saved.sizes[index]) is not None}
-        before = next((saved.sizes[index] for index in trained), None)
         has_new_request = is_same_world and any(saved.asked[index] != requested[index] for index in trained)
         are_sizes_known = bool(trained) and all(index in saved_sizes and requested[index] for index in trained)
+        plan: BatchPlan | None = None
         if are_sizes_known and not has_new_request:
             plan = self._find_plan(saved_sizes, [unit or 1 for unit in saved.units])
-            if plan is not None:
-                if plan.num_steps != saved_steps:
-                    line = f"accumulation {saved_steps} -> {plan.num_steps} to keep the global batch of {before}"
-                    plan.differences.insert(0, line)
-                return plan
-        now = next((requested[index] for index in trained), None)
-        differences = [] if before == now else [f"global batch {before} -> {now}"]
-        return BatchPlan(self._requested_steps, differences=differences, is_kept=False)
+        if plan is None:
+            differences: list[str] = []
+            if first_saved_size != first_requested_size:
+                differences.append(f"global batch {first_saved_size} -> {first_requested_size}")
+            return BatchPlan(self._requested_steps, differences=differences, is_kept=False)
+        if plan.num_steps != saved_steps:
+            line = f"accumulation {saved_steps} -> {plan.num_steps} to keep the global batch of {first_saved_size}"
+            plan.differences.insert(0, line)
+        return plan
 
     def _find_plan(self, saved_sizes: Mapping[int, int], units: Sequence[int]) -> BatchPlan | None:
         """Return the plan that keeps the global batch size with the fewest micro-batches per update.
@@ -197,6 +202,7 @@ class GlobalBatch:
             units: For each loader, a number of samples. With `drop_last`, an epoch is shortened to a multiple of it.
         """
         step_sizes = {index: self._loaders[index].configured_samples_per_step or 1 for index in saved_sizes}
+        # Largest of the quotients, rounded up. With fewer micro-batches, some loader could not deliver its samples.
         fewest = max(-(-size // step_sizes[index]) for index, size in saved_sizes.items())
         is_even = all(size == fewest * step_sizes[index] for index, size in saved_sizes.items())
         even_plan = BatchPlan(fewest) if is_even else None
@@ -204,8 +210,10 @@ class GlobalBatch:
         has_equal_end = not any(
             self._does_drop_last(index) and units[index] != step_sizes[index] for index in saved_sizes
         )
-        # A window that continues in the next epoch does not consist of a fixed set of samples.
-        if (is_even and has_equal_end) or not self._accumulation.sync_with_loader:
+        if is_even and has_equal_end:
+            return even_plan
+        if not self._accumulation.sync_with_loader:
+            # Windows continue in the next epoch, so they do not consist of fixed sets of samples to split unevenly.
             return even_plan
         sizes = " and ".join(map(str, saved_sizes.values()))
         differences = [] if is_even else [f"the global batch of {sizes} samples is split unevenly among the ranks"]
@@ -216,6 +224,7 @@ class GlobalBatch:
         return even_plan
 
     def _does_drop_last(self, index: int) -> bool:
+        """Whether the loader with this index drops the incomplete last batch of an epoch."""
         loader = self._loaders[index]
         return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
 
@@ -229,19 +238,20 @@ class GlobalBatch:
         """
         requested_steps = self._requested_steps
         self._change_settings(plan)
-        self._applied = (plan, requested_steps)
+        self._applied_plan = (plan, requested_steps)
 
     def prepare_undo(self) -> Callable[[], None]:
         """Record the current settings, and return a function that restores them after another plan has been applied."""
-        applied, plan = self._applied, self._plan or BatchPlan(self._accumulation.num_steps)
+        applied, plan = self._applied_plan, self._plan or BatchPlan(self._accumulation.num_steps)
 
         def undo_plan() -> None:
             self._change_settings(plan)
-            self._applied = applied
+            self._applied_plan = applied
 
         return undo_plan
 
     def _change_settings(self, plan: BatchPlan) -> None:
+        """Set the number of samples per update of each loader, and the number of micro-batches per update, as in a plan."""
         for index, loader in enumerate(self._loaders):
             size, unit = plan.windows.get(index, (0, 1))
             loader.set_update_size(size, plan.num_steps, unit)

@@ -9,20 +9,20 @@ import torch
 
 from headway.core.checkpoint.format.values import encode_value
 from headway.core.checkpoint.resume.batch import GlobalBatch
-from headway.core.checkpoint.resume.comparison import get_layout_sizes, list_schedule_units
+from headway.core.checkpoint.resume.comparison import get_layout_sizes
+from headway.core.checkpoint.resume.dropped_loaders import is_dropped
+from headway.core.checkpoint.resume.evaluations import EvaluationStart
 from headway.core.checkpoint.resume.frozen_parameters import FrozenParameters
 from headway.core.checkpoint.resume.frozen_weights import FrozenWeights
+from headway.core.checkpoint.resume.loader_positions import list_loader_lengths, list_loader_states
 from headway.core.checkpoint.resume.local_sgd_state import LocalSGDState
 from headway.core.checkpoint.resume.objects import CheckpointedObjects
-from headway.core.checkpoint.resume.positions import (
-    EvaluationStart,
-    has_changing_state,
-    list_loader_lengths,
-    list_loader_states,
-)
 from headway.core.checkpoint.resume.progress import LoopProgress
+from headway.core.checkpoint.resume.schedules import list_schedule_units
+from headway.core.checkpoint.resume.window_snapshot import WindowSnapshot, has_changing_state
 from headway.core.checkpoint.state import CollectedState, collect_state, map_parameter_names
 from headway.core.data.loader import PreparedLoader
+from headway.core.training.seen_data import SeenTotals
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.version import __version__
@@ -78,43 +78,23 @@ class StateCollector:
             CheckpointError: If the state of an object cannot be collected on another rank, or holds something that only
                 pickle could store. A rank on which user code fails raises that error instead.
         """
-        objects = self._objects
-        progress = self._progress
-        is_unfinished = self._windows.is_unfinished
-        self._warn_of_missing_state(is_unfinished)
-        collected, loaders = self._collect_own_objects(evaluation_start, is_unfinished, is_alone)
+        self._warn_of_missing_state()
+        collected, loader_states = self._collect_own_objects(evaluation_start, is_alone)
         if not saves_frozen:
-            self._frozen_weights.replace_with_digests(collected, objects.list_bare_models(), is_alone)
-        self._gather_into(collected, "loaders", loaders, is_alone)
-        run = self._describe_run()
-        about = self._describe_checkpoint(is_unfinished)
-        window_start = progress.window_start if is_unfinished else None
-        if window_start is None:
-            run["pieces"] = objects.read_piece_size()
-            run["local_steps"] = self._local.list_steps()
-        else:
-            run["pieces"] = window_start.pieces
-            run["local_steps"] = window_start.local_steps
+            self._frozen_weights.replace_with_digests(collected, self._objects.list_bare_models(), is_alone)
+        seen = self._gather_positions(collected, loader_states, is_alone)
+        run = self._describe_run() | self._describe_position(evaluation_start)
+        collected.state["run"] = run
         if not is_alone:
             run["exchange_orders"] = self._list_reduction_orders()
             self._local.add_rank_values(collected, run["local_steps"])
-        # The resumed run continues at the start of the window or evaluation, and repeats what came after it.
-        start = window_start if is_unfinished else evaluation_start
-        finished_passes = progress.passes.count_finished()
-        if start is not None:
-            run["epoch"] = about["epoch"] = start.epoch
-            finished_passes = start.finished_passes
-            num_calls = [each.num_calls for each in objects.preparation.schedulers]
-            run["repeated_calls"] = [now - before for now, before in zip(num_calls, start.num_calls)]
         if evaluation_start is None:
-            progress.record_saved_epoch(run["epoch"])
+            self._progress.record_saved_epoch(run["epoch"])
             if not is_alone:  # copies in memory are made after every update, and must not cause a warning
-                self._windows.record_save()
-        # In the next epoch, no pass is finished yet.
-        run["passes_over"] = progress.passes.list_by_loader(finished_passes if run["epoch"] <= progress.epoch else {})
-        collected.state["run"] = run
+                self._windows.reads.record_save(self._windows.is_unfinished)
+        about = self._describe_checkpoint(run["epoch"]) | seen.to_dict()
         if is_alone:
-            about = about | {"saved_by": [self._run.runtime.rank]}
+            about["saved_by"] = [self._run.runtime.rank]
         else:
             about = self._run.collectives.broadcast_object(about)
         self._run.run_id = about["run"]
@@ -145,11 +125,11 @@ class StateCollector:
                 None, no evaluation is in progress.
             is_alone: Whether only this rank calls it, so that only its own RNG states are added. Default: False.
         """
-        start = self._progress.window_start if self._windows.is_unfinished else evaluation_start
+        start = self._find_resume_point(evaluation_start)
         rng_states = None if start is None else start.rng_states
         if rng_states is None:
             rng_states = self._objects.read_rng_states()
-        self._gather_into(collected, "streams", rng_states, is_alone)
+        self._store_by_rank(collected, "streams", self._gather_by_rank(rng_states, is_alone))
         self._progress.expect_saves()
 
     def replace_frozen_weights(self, collected: CollectedState) -> None:
@@ -172,17 +152,35 @@ class StateCollector:
 
     # ---------------------------------------------------------------- parts of the state
 
-    def _warn_of_missing_state(self, is_unfinished: bool) -> None:
-        """Warn if no model or optimizer is prepared, or if an accumulation window is open.
+    @property
+    def _window_start(self) -> WindowSnapshot | None:
+        """Snapshot of the start of the open accumulation window. None if no window is open or no snapshot was made."""
+        return self._progress.window_start if self._windows.is_unfinished else None
+
+    def _find_resume_point(self, evaluation_start: EvaluationStart | None) -> WindowSnapshot | EvaluationStart | None:
+        """Return the state before the save from which a resumed run continues, repeating the work done since then.
+
+        Return None if the run continues exactly where it was saved. An unfinished accumulation window takes precedence
+        over an evaluation.
 
         Args:
-            is_unfinished: Whether an accumulation window is open.
+            evaluation_start: State at the start of the evaluation in progress. None without one.
         """
+        return self._window_start if self._windows.is_unfinished else evaluation_start
+
+    def _warn_of_missing_state(self) -> None:
+        """Warn if the checkpoint is incomplete, or if an accumulation window is open.
+
+        It is incomplete if optimizers are prepared without a model, or if training runs without a prepared optimizer.
+        """
+        is_unfinished = self._windows.is_unfinished
         preparation = self._objects.preparation
+        # A registered object may contain the model.
         if preparation.optimizers and not preparation.models and not self._run.custom:
             log.warning_once(
                 "no model is prepared, so this checkpoint lacks its weights: pass it to accelerator.prepare() with its optimizer"
             )
+        # Without an optimizer, only an open window shows that the script trains.
         if not preparation.optimizers and is_unfinished:
             log.warning_once(
                 "no optimizer is prepared, so this checkpoint lacks its state: pass it to accelerator.prepare() with its model"
@@ -196,16 +194,16 @@ class StateCollector:
             )
 
     def _collect_own_objects(
-        self, evaluation_start: EvaluationStart | None, is_unfinished: bool, is_alone: bool
+        self, evaluation_start: EvaluationStart | None, is_alone: bool
     ) -> tuple[CollectedState, list[dict[str, Any]]]:
         """Return the state of this rank's objects, and the states of its loaders.
 
+        While an accumulation window is open, buffers, extra states and loader states are those of the window's start.
         If a `state_dict` fails on one rank, all ranks raise an error instead of waiting for that rank.
 
         Args:
-            evaluation_start: State at the start of the evaluation in progress, or None.
-            is_unfinished: Whether an accumulation window is open. Buffers, extra states and loader states are then
-                those of the window's start, and `evaluation_start` is ignored.
+            evaluation_start: State at the start of the evaluation in progress, or None. Ignored while an accumulation
+                window is open.
             is_alone: Whether only this rank calls it, so that errors are not exchanged.
 
         Raises:
@@ -217,10 +215,10 @@ class StateCollector:
         states: list[dict[str, Any]] = []
         try:
             collected = collect_state(objects.list_stateful())
-            window_start = self._progress.window_start if is_unfinished else None
+            window_start = self._window_start
             if window_start is not None and window_start.forward_state is not None:
                 window_start.forward_state.replace_state(collected)
-            if evaluation_start is None or is_unfinished:
+            if evaluation_start is None or self._windows.is_unfinished:
                 states = list_loader_states(objects.loaders, window_start)
             else:
                 states = evaluation_start.loader_states
@@ -246,28 +244,45 @@ class StateCollector:
             parts += ["the RNG states"]
         return f", but for {' and '.join(parts)}, which are saved as they are now" if parts else ""
 
-    def _gather_into(self, collected: CollectedState, name: str, own_value: Any, is_alone: bool) -> None:
-        """Gather the values of all ranks, and store them as a list under one key of the state.
+    def _gather_positions(
+        self, collected: CollectedState, loader_states: list[dict[str, Any]], is_alone: bool
+    ) -> SeenTotals:
+        """Store the loaders' states of all ranks in the state, and return the totals of samples and tokens.
+
+        Both need the values of all ranks, so one collective is enough.
 
         Args:
             collected: State to extend.
-            name: Key in the state.
-            own_value: This rank's value.
-            is_alone: Whether only this rank calls it. The list then has only this rank's value.
+            loader_states: States of this rank's loaders.
+            is_alone: Whether only this rank calls it. The tokens of other ranks are then estimated.
         """
+        seen = self._run.seen
+        counts = seen.read_counts() if self._window_start is None else self._window_start.seen
+        gathered = self._gather_by_rank((loader_states, seen.list_share(counts)), is_alone)
+        self._store_by_rank(collected, "loaders", {rank: states for rank, (states, _) in gathered.items()})
+        if is_alone:
+            return seen.estimate_totals(counts)
+        return seen.add_up(counts.samples, [share for _, share in gathered.values()])
+
+    def _gather_by_rank(self, own_value: Any, is_alone: bool) -> dict[int, Any]:
+        """Return the values of all ranks by rank, or only this rank's value if only this rank calls it."""
         run = self._run
-        values = (
-            {run.runtime.rank: own_value} if is_alone else dict(enumerate(run.collectives.gather_objects(own_value)))
-        )
+        if is_alone:
+            return {run.runtime.rank: own_value}
+        return dict(enumerate(run.collectives.gather_objects(own_value)))
+
+    def _store_by_rank(self, collected: CollectedState, name: str, values: dict[int, Any]) -> None:
+        """Store values of ranks as a list under one key of the state, and their tensors among its tensors."""
         collected.state[name] = [
             encode_value(value, f"{name}/{rank}", collected.tensors) for rank, value in values.items()
         ]
 
     def _list_reduction_orders(self) -> list[Any]:
+        """Return, for each prepared model, the order in which its gradients are reduced."""
         return [self._run.strategy.get_reduction_order(each) for each in self._objects.preparation.models]
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the counters and settings from which a resumed run continues, as JSON values (`SavedRun`)."""
+        """Return the run's counters and settings at the time of the save, as JSON values (`SavedRun`)."""
         run = self._run
         windows = self._windows
         preparation = self._objects.preparation
@@ -280,37 +295,76 @@ class StateCollector:
             "scaler": run.precision.state_dict(),
             "precision": run.precision.name,
             "seeds": [each.seed for each in preparation.loaders],
+            "prepared_in": [None if each.origin is None else each.origin.epoch for each in preparation.loaders],
+            "prepared_by": ["" if each.origin is None else each.origin.lines for each in preparation.loaders],
+            "prepared_before": [
+                None if each.origin is None else each.origin.previous_epoch for each in preparation.loaders
+            ],
+            "dropped": self._list_dropped_loaders(),
+            "absent_loaders": run.prepared.num_absent_loaders,
             "lengths": list_loader_lengths(preparation.loaders),
             "units": list_schedule_units(preparation),
             "seed": torch.initial_seed() & ((1 << 63) - 1),
             "data_shards": run.strategy.data_shard.count,
-            "epoch": self._progress.compute_next_epoch(),
             "counts_epochs": self._progress.counts_epochs,
-            "trained_on": [self._get_loader_index(each) for each in windows.trained_on],
+            "trained_on": [self._get_loader_index(each) for each in windows.reads.trained_on],
             # In a pipeline, a rank has the parameters of its own stage only.
             **({} if "pp" in get_layout_sizes(run.strategy) else {"frozen": self._frozen_parameters.list_names()}),
-            "read_in_training": [self._get_loader_index(each) for each in windows.read_in_training],
+            "read_in_training": [self._get_loader_index(each) for each in windows.reads.read_in_training],
         }
 
+    def _describe_position(self, evaluation_start: EvaluationStart | None) -> dict[str, Any]:
+        """Return the position at which a resumed run continues, as JSON values (`SavedRun`).
+
+        Args:
+            evaluation_start: State at the start of the evaluation in progress, or None.
+        """
+        progress = self._progress
+        window_start = self._window_start
+        start = self._find_resume_point(evaluation_start)
+        position: dict[str, Any] = {
+            "epoch": progress.compute_next_epoch(),
+            "pieces": self._objects.read_piece_size() if window_start is None else window_start.pieces,
+            "local_steps": self._local.list_steps() if window_start is None else window_start.local_steps,
+        }
+        finished_passes = progress.passes.count_finished()
+        if start is not None:
+            position["epoch"] = start.epoch
+            finished_passes = start.finished_passes
+            num_calls = [each.num_calls for each in self._objects.preparation.schedulers]
+            position["repeated_calls"] = [now - before for now, before in zip(num_calls, start.num_calls)]
+        if position["epoch"] > progress.epoch:  # the run continues in the next epoch, in which no pass is finished yet
+            finished_passes = {}
+        position["passes_over"] = progress.passes.list_by_loader(finished_passes)
+        return position
+
+    def _list_dropped_loaders(self) -> list[int]:
+        """Return the indices of the loaders, prepared in an epoch, to which this rank's script no longer refers."""
+        loaders, reads = self._objects.loaders, self._windows.reads
+        lists = [reads.trained_on, reads.read_in_training]
+        indices = [index for index, each in enumerate(loaders) if each.origin is not None]
+        return [index for index in indices if is_dropped(loaders, index, lists)]
+
     def _get_loader_index(self, loader: PreparedLoader) -> int:
+        """Return the index of a prepared loader, or of the loader of which it is a view."""
         # A view that skips batches is another object with the same seed.
         return [each.seed for each in self._objects.loaders].index(loader.seed)
 
-    def _describe_checkpoint(self, is_unfinished: bool) -> dict[str, Any]:
+    def _describe_checkpoint(self, epoch: int) -> dict[str, Any]:
         """Return the `about` section of the manifest.
 
         Args:
-            is_unfinished: Whether the checkpoint is saved within an accumulation window.
+            epoch: Epoch at which a resumed run continues.
         """
         run = self._run
         return {
             "num_updates": run.clock.num_updates,
-            "epoch": self._progress.compute_next_epoch(),
+            "epoch": epoch,
             "world_size": run.runtime.world_size,
             **({"layout": axes} if (axes := get_layout_sizes(run.strategy)) else {}),
             "accumulation": self._windows.num_steps,
             "global_batch": self._batch.get_size(),
-            "was_in_mid_window": is_unfinished,
+            "was_in_mid_window": self._windows.is_unfinished,
             "run": secrets.token_hex(8) if run.run_id is None else run.run_id,
             "device": run.runtime.hardware.kind,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

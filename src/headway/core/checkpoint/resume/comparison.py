@@ -1,176 +1,47 @@
-"""Compare a checkpoint with the run that resumes from it, including its learning rate schedulers.
-
-A resumed scheduler must continue with its learning rate and its count. The state of torch's own schedulers holds their
-position and all settings, except the function of a LambdaLR, which the script creates anew. If that function uses the
-number of processes, it returns different values when this number changes.
+"""Compare a checkpoint with the run that resumes from it.
 
 `RestoreResult` is the result of `load_state` and `resume`.
 """
 
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from headway.common.garbage import pause_garbage_collection
 from headway.common.untrusted import escape_text
 from headway.core import extensions
 from headway.core.checkpoint.format.typed_reader import TypedReader
-from headway.core.checkpoint.format.values import decode_value
-from headway.core.checkpoint.loading.restoring import describe_casts, find_misfits, match_models
+from headway.core.checkpoint.loading.misfits import describe_casts, find_misfits, match_models
 from headway.core.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.core.checkpoint.resume.positions import Differences, find_changed_loaders
+from headway.core.checkpoint.resume.loader_positions import Differences, find_changed_loaders
 from headway.core.checkpoint.resume.saved import SavedRun
 from headway.core.checkpoint.resume.saved_objects import find_later_failures
+from headway.core.checkpoint.resume.schedules import find_changed_schedules
 from headway.core.checkpoint.state import CollectedState, StatefulObjects, has_saved_groups
 from headway.core.config.mesh import Layout
 from headway.core.precision.mixed import Precision
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
-from headway.core.training.prepared.objects import SchedulerEntry
 from headway.core.training.prepared.prepare import Preparation
-from headway.core.training.prepared.scheduler import StepsPerUpdate
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.version import __version__
 
-_CALLS = "calls of step()"
-"""Unit of schedulers that every call of `step` advances, instead of every update."""
-
-
-def list_schedule_units(preparation: Preparation) -> list[str]:
-    """Return, for each prepared learning rate scheduler, the unit that its steps count, such as "updates"."""
-    return [_get_tick_unit(each) for each in preparation.schedulers]
-
-
-def find_changed_schedules(
-    preparation: Preparation, saved_run: SavedRun, saved_state: CollectedState, num_processes: int
-) -> Differences:
-    """Compare the learning rate schedulers with the saved ones.
-
-    Args:
-        preparation: Prepared objects with the schedulers, and the rule by which each scheduler advances.
-        saved_run: Counters and settings of the saved run.
-        saved_state: State of the checkpoint. The caller must have checked that it fits the schedulers.
-        num_processes: Number of processes of this run. If it equals that of the saved run, changed learning rates are
-            only reported.
-    """
-    refused: list[str] = []
-    reported: list[str] = []
-    for index, entry in enumerate(preparation.schedulers):
-        where = f"schedule {index} ({type(entry.scheduler).__name__})"
-        unit, former = _get_tick_unit(entry), saved_run.units[index]
-        is_recounted = _is_recounted(entry, former)
-        if former != unit and not is_recounted:
-            refused.append(
-                f"{where} counted ticks by the rule {former!r} when it was saved, and counts them by {unit!r} now"
-            )
-            continue
-        state = dict(decode_value(saved_state.state["scheduler"][index], saved_state.tensors))
-        if is_recounted:
-            state["last_epoch"] = _count_updates(preparation, entry, saved_run)
-        for jump in _find_jumps(entry.scheduler, state):
-            line = f"{where}: its learning rate at tick {jump.tick} was {jump.saved_lr:g}, and is {jump.own_lr:g}"
-            if saved_run.world_size == num_processes:
-                reported.append(line)
-                continue
-            refused.append(
-                f"{line}. Its function depends on the number of processes, which has changed, but a resumed run keeps counting the "
-                f"former ticks. Compute it with the former number, {saved_run.world_size}. Or let it count updates, and pass "
-                "scheduler_ticks='updates' to the Accelerator"
-            )
-    return Differences(refused, reported)
-
-
-def recount_schedules(preparation: Preparation, saved_run: SavedRun) -> None:
-    """Correct the position of each `LambdaLR` scheduler that counts updates now but did not in the saved run.
-
-    Its position becomes the number of updates made. Other schedulers are left unchanged. This function must be called
-    after the schedulers' states are loaded.
-
-    Args:
-        preparation: Prepared objects with the schedulers.
-        saved_run: Counters and settings of the saved run.
-    """
-    for entry, former in zip(preparation.schedulers, saved_run.units):
-        if _is_recounted(entry, former):
-            entry.seek(_count_updates(preparation, entry, saved_run))
-
-
-def _is_recounted(entry: SchedulerEntry, former: str) -> bool:
-    """Whether a LambdaLR, whose only state is its position, counts updates now but counted another unit before.
-
-    Args:
-        entry: Prepared scheduler.
-        former: Unit that the scheduler counted in the saved run.
-    """
-    counts_updates = _get_tick_unit(entry) == StepsPerUpdate.name
-    return counts_updates and former != StepsPerUpdate.name and type(entry.scheduler) is LambdaLR
-
-
-def _count_updates(preparation: Preparation, entry: SchedulerEntry, saved_run: SavedRun) -> int:
-    """Return the number of updates that a scheduler's optimizers had made in the saved run, the largest one."""
-    counts = zip(preparation.optimizers, saved_run.optimizer_updates)
-    return max(count for optimizer, count in counts if any(optimizer is each for each in entry.optimizers))
-
-
-def _get_tick_unit(entry: SchedulerEntry) -> str:
-    return entry.rule.name if entry.follows_optimizer else _CALLS
-
-
-class LearningRateJump(NamedTuple):
-    """Learning rate of a scheduler that differs from the saved one at the same scheduler step.
-
-    Attributes:
-        saved_lr: Learning rate in the saved run.
-        own_lr: Learning rate of this run's scheduler.
-        tick: Scheduler step, 0-based.
-    """
-
-    saved_lr: float
-    own_lr: float
-    tick: int
-
-
-def _find_jumps(scheduler: Any, state: Mapping[str, Any]) -> Iterator[LearningRateJump]:
-    """Yield, for each LambdaLR in a scheduler, the first learning rate that differs from the saved one.
-
-    The learning rates are computed for the saved scheduler step. Callable objects are left out, because they continue
-    from their saved attributes.
-
-    Args:
-        scheduler: Scheduler of this run, which can contain others.
-        state: Saved state of the scheduler.
-    """
-    for inner, inner_state in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ())):
-        yield from _find_jumps(inner, inner_state)
-    tick = state.get("last_epoch")
-    # The step is negative if this scheduler is part of a sequence that has not reached it yet.
-    if not isinstance(scheduler, LambdaLR) or not isinstance(tick, int) or tick < 0:
-        return
-    functions = zip(scheduler.lr_lambdas, state["lr_lambdas"], state["base_lrs"], state["_last_lr"])
-    for function, attributes, base_lr, saved_lr in functions:
-        if attributes or None in (base_lr, saved_lr):  # a callable object continues from its saved attributes
-            continue
-        own_lr = float(base_lr * function(tick))
-        if not math.isclose(own_lr, float(saved_lr), rel_tol=1e-6, abs_tol=1e-12):
-            yield LearningRateJump(float(saved_lr), own_lr, tick)
-            return
+log = get_logger(__name__)
 
 
 @dataclass
 class RestoreResult:
-    """Result of a load: the checkpoint that was loaded, and its differences from this run.
+    """Result of a load: the checkpoint that was loaded, and its differences from this run. `print` shows both.
 
     Attributes:
-        folder: Folder of the checkpoint.
-        about: The manifest's counters, world size and versions.
-        differences: One line per difference.
+        folder: Directory of the checkpoint.
+        about: Facts about the saved run from the checkpoint's manifest, by name, such as "world_size" and "versions".
+        differences: One line of text per difference, such as another world size. Empty if there is none.
     """
 
     folder: Path
@@ -180,40 +51,6 @@ class RestoreResult:
     def __str__(self) -> str:
         head = f"resumed from {self.folder} after {self.about['num_updates']} updates, epoch {self.about['epoch']}"
         return "\n  ".join([head, *self.differences])
-
-
-def get_layout_sizes(strategy: object) -> dict[str, int]:
-    """Return a dict from the name to the size of each mesh axis along which a strategy shards models.
-
-    The result is empty if models are replicated.
-    """
-    layout = getattr(strategy, "layout", None)
-    return dict(layout.sizes) if isinstance(layout, Layout) and not layout.is_replicas_only else {}
-
-
-def describe_layout_change(about: Mapping[str, Any], strategy: object) -> list[str]:
-    """Return a list with one message if the layout of a checkpoint differs from this run's, else an empty list.
-
-    Args:
-        about: The manifest's `about` section.
-        strategy: Strategy of this run.
-
-    Raises:
-        CheckpointError: If the manifest's layout is not valid.
-    """
-    tables = [each.read_table() for each in TypedReader(about, "about").find_present("layout")]
-    before = {axis: size.read_integer(1) for table in tables for axis, size in table.items()}
-    now = get_layout_sizes(strategy)
-    if before == now:
-        return []
-    return [f"layout {_describe_sizes(before)} -> {_describe_sizes(now)}; each rank has read its shards"]
-
-
-def _describe_sizes(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{escape_text(axis)} {size}" for axis, size in sizes.items()) or "whole models"
-
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -344,14 +181,14 @@ class RunComparison:
             plan: Settings with which this run continues.
         """
         lines = []
-        before, now = saved_run.world_size, self.runtime.world_size
-        if before != now:
-            lines.append(f"world size {before} -> {now}; RNG states are derived from (seed, update, rank)")
-        elif len(saved_run.ranks) < now:
+        saved_size, world_size = saved_run.world_size, self.runtime.world_size
+        if saved_size != world_size:
+            lines.append(f"world size {saved_size} -> {world_size}; RNG states are derived from (seed, update, rank)")
+        elif len(saved_run.ranks) < world_size:
             ranks = ", ".join(map(str, saved_run.ranks))
             lines.append(f"saved on rank {ranks} alone, so others' RNG states are derived from (seed, update, rank)")
         num_shards = self.strategy.data_shard.count
-        if before == now and saved_run.num_shards != num_shards:
+        if saved_size == world_size and saved_run.num_shards != num_shards:
             lines.append(
                 f"data in {saved_run.num_shards} -> {num_shards} parts; RNG states are derived from (seed, update, part)"
             )
@@ -368,6 +205,40 @@ class RunComparison:
         return lines
 
     def _plan_batch(self, saved_run: SavedRun) -> BatchPlan:
+        """Return the batch settings with which this run would continue the saved one."""
         return self.batch.make_plan(
             saved_run.batch, saved_run.accumulation, saved_run.num_shards == self.strategy.data_shard.count
         )
+
+
+def get_layout_sizes(strategy: object) -> dict[str, int]:
+    """Return a dict from the name to the size of each mesh axis along which a strategy shards models.
+
+    The result is empty if models are replicated.
+    """
+    layout = getattr(strategy, "layout", None)
+    return dict(layout.sizes) if isinstance(layout, Layout) and not layout.is_replicas_only else {}
+
+
+def describe_layout_change(about: Mapping[str, Any], strategy: object) -> list[str]:
+    """Return a list with one message if the layout of a checkpoint differs from this run's, else an empty list.
+
+    Args:
+        about: The manifest's `about` section.
+        strategy: Strategy of this run.
+
+    Raises:
+        CheckpointError: If the manifest's layout is not valid.
+    """
+    saved_layout = TypedReader(about, "about").get("layout")
+    saved_sizes = {} if saved_layout is None else saved_layout.read_table()
+    before = {axis: size.read_integer(1) for axis, size in saved_sizes.items()}
+    now = get_layout_sizes(strategy)
+    if before == now:
+        return []
+    return [f"layout {_describe_sizes(before)} -> {_describe_sizes(now)}; each rank has read its shards"]
+
+
+def _describe_sizes(sizes: Mapping[str, int]) -> str:
+    """Return the axis sizes of a layout as text, such as "shard 4 x tp 2"."""
+    return " x ".join(f"{escape_text(axis)} {size}" for axis, size in sizes.items()) or "whole models"

@@ -31,7 +31,7 @@ class FrozenParameters:
     def __init__(self, models: Callable[[], Sequence[torch.nn.Module]], step_hooks: StepHooks) -> None:
         self._models = models
         self._step_hooks = step_hooks
-        self._differing: dict[str, bool] = {}
+        self._differing_at_load: dict[str, bool] = {}
         """Whether each parameter that differs from the saved run was frozen at the load, by "model index/name"."""
         self._at_load: dict[str, bool] = {}
         """Whether each parameter was frozen at the load, by "model index/name"."""
@@ -53,7 +53,7 @@ class FrozenParameters:
             checkpoint: Name of the checkpoint, for the warning.
         """
         self._checkpoint = checkpoint
-        self._differing = {}
+        self._differing_at_load = {}
         self._at_load = self._map_frozen()
         if saved_names is None or len(saved_names) != len(self._models()):
             return
@@ -63,8 +63,8 @@ class FrozenParameters:
             index, _, name = key.partition("/")
             was_frozen = name in frozen_names[int(index)]
             if was_frozen != is_frozen:
-                self._differing[key] = is_frozen
-        if self._differing and self._warn_of_changes not in self._step_hooks.before_update:
+                self._differing_at_load[key] = is_frozen
+        if self._differing_at_load and self._warn_of_changes not in self._step_hooks.before_update:
             self._step_hooks.before_update.append(self._warn_of_changes)
 
     def _map_frozen(self) -> dict[str, bool]:
@@ -80,10 +80,10 @@ class FrozenParameters:
 
         Parameters that the script has frozen or unfrozen since the load are left out.
         """
-        if not self._differing:
+        if not self._differing_at_load:
             return
-        current, differing = self._map_frozen(), self._differing
-        self._differing = {}
+        current, differing = self._map_frozen(), self._differing_at_load
+        self._differing_at_load = {}
         unchanged = {key: is_frozen for key, is_frozen in differing.items() if current.get(key) == is_frozen}
         frozen_now = [key.partition("/")[2] for key, is_frozen in unchanged.items() if is_frozen]
         trained_now = [key.partition("/")[2] for key, is_frozen in unchanged.items() if not is_frozen]

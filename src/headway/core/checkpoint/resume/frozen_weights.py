@@ -17,16 +17,9 @@ from headway.core.checkpoint.format.text import to_logical_name
 from headway.core.checkpoint.state import CollectedState, StatefulObjects
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.weights.compiled import rename_bare_items
-from headway.core.weights.pieces import (
-    ShardCutter,
-    ShardPiece,
-    TensorBox,
-    get_local_part,
-    get_memory_key,
-    is_dtensor,
-    is_sharded,
-)
-from headway.core.weights.shards import INTEGERS, get_dtype_name, get_raw_bytes, view_as_bits
+from headway.core.weights.pieces import ShardPiece, TensorBox, get_local_part, get_memory_key, is_dtensor, is_sharded
+from headway.core.weights.shard_cutter import ShardCutter
+from headway.core.weights.tensor_bytes import INTEGERS, get_dtype_name, get_raw_bytes, view_as_bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
 
@@ -146,26 +139,39 @@ class FrozenWeights:
             tensors: Tensors by name, in the same order on all ranks.
             is_alone: Whether only this rank calls it. Its tensors must then be unsharded.
         """
-        local = {name: get_local_part(value) for name, value in tensors.items()}
-        samples = _read_samples(local)
-        keys = {
-            name: (get_memory_key(value), _torch.read_version(local[name]), samples[name])
-            for name, value in tensors.items()
-        }
-        changed = [name for name, key in keys.items() if name not in self._cache or self._cache[name][0] != key]
+        cache_keys = _make_cache_keys(tensors)
+        changed = [name for name, key in cache_keys.items() if name not in self._cache or self._cache[name][0] != key]
         # A digest is computed by all ranks if any rank needs it, because the terms of all ranks are added.
         changed_by_rank = [changed] if is_alone else self._everyone.gather_objects(changed)
-        outdated = [name for name in tensors if any(name in each for each in changed_by_rank)]
+        changed_on_any_rank = set().union(*changed_by_rank)
+        outdated = [name for name in tensors if name in changed_on_any_rank]
         cutter = ShardCutter()
         pieces = {name: cutter.cut_tensor(value) if is_dtensor(value) else value for name, value in tensors.items()}
         own_terms = [_compute_term(pieces[name]) for name in outdated]
         terms_by_rank = [own_terms] if is_alone else self._everyone.gather_objects(own_terms)
-        for number, name in enumerate(outdated):
+        for index, name in enumerate(outdated):
             value = tensors[name]
-            terms = [each[number] for each in terms_by_rank] if is_sharded(value) else [own_terms[number]]
-            digest = f"{sum(terms) % _WRAP:016x}"
-            self._cache[name] = keys[name], [list(value.shape), get_dtype_name(value.dtype), digest]
+            if is_sharded(value):
+                total = sum(rank_terms[index] for rank_terms in terms_by_rank)
+            else:  # each rank has the full tensor
+                total = own_terms[index]
+            digest = f"{total % _WRAP:016x}"
+            self._cache[name] = cache_keys[name], [list(value.shape), get_dtype_name(value.dtype), digest]
         return {name: self._cache[name][1] for name in tensors}
+
+
+def _make_cache_keys(tensors: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return for each tensor, by name, a key that changes with its memory, its version counter, or a sampled element.
+
+    Args:
+        tensors: Tensors by name. Of a sharded one, only this rank's part matters.
+    """
+    local = {name: get_local_part(value) for name, value in tensors.items()}
+    samples = _read_samples(local)
+    return {
+        name: (get_memory_key(value), _torch.read_version(local[name]), samples[name])
+        for name, value in tensors.items()
+    }
 
 
 def _read_samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -210,10 +216,12 @@ def _compute_box_sum(box: TensorBox, strides: tuple[int, ...]) -> int:
         box: Rectangular block of the tensor.
         strides: Strides of the whole tensor in elements, as if it were contiguous.
     """
+    if not box.values.numel():
+        return 0
     rows, offsets = (box.values, box.offsets) if box.values.ndim else (box.values.reshape(1), (0,))
-    rows_per_block = max(1, _BLOCK // max(1, rows[:1].numel()))
+    rows_per_block = max(1, _BLOCK // rows[:1].numel())
     total = 0
-    for start in range(0, len(rows) if rows.numel() else 0, rows_per_block):
+    for start in range(0, len(rows), rows_per_block):
         block = rows[start : start + rows_per_block]
         positions = torch.zeros((), dtype=torch.int64)  # index of each element in the flattened whole tensor
         for dim, (offset, stride) in enumerate(zip(offsets, strides or (1,))):

@@ -105,7 +105,8 @@ class LocalSGDState:
 
         Args:
             objects: Restored objects.
-            steps: For each model, the number of steps made in its block in the saved run.
+            steps: For each model, the number of steps made in its block in the saved run. None: the model was not in a
+                block.
         """
         rows, self._rows = self._rows, {}
         for index in range(len(self._preparation.optimizers)):
@@ -128,6 +129,7 @@ class LocalSGDState:
         return [model for model in self._find_trained_models(index) if model in self._training.diverged]
 
     def _find_trained_models(self, index: int) -> list[torch.nn.Module]:
+        """Return the prepared models of which the optimizer with this index trains at least one parameter."""
         groups = self._preparation.optimizers[index].optimizer.param_groups
         ids = {id(parameter) for group in groups for parameter in group["params"]}
         return [model for model in self._preparation.models if any(id(each) in ids for each in model.parameters())]

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headway.common import env
-from headway.core.checkpoint.resume.positions import EvaluationStart
+from headway.core.checkpoint.resume.evaluations import EvaluationStart
 from headway.core.checkpoint.resume.state import CheckpointState
 from headway.core.config.preemption import Preemption
 from headway.core.data.loader import PreparedLoader
-from headway.core.runtime import pulse
+from headway.core.runtime import heartbeat_file
 from headway.core.runtime.control_plane import stopping
 from headway.core.runtime.events import notify_listeners
 from headway.core.runtime.preempted_run import PreemptedRun
@@ -92,12 +92,12 @@ class PreemptionGuard:
         if not self._settings.exits:
             log.warning("asked to stop by %s after update %d: accelerator.preempted is True now", reason, update)
             return
-        pulse.get_own_pulse().set_phase("saving, as it was asked to stop")
+        heartbeat_file.get_own_file().set_phase("saving, as it was asked to stop")
         folder = self._save(evaluation_start)
         notify_listeners("preempted", step=update, source=self._state.run.clock, reason=reason, folder=str(folder))
         preempted_run = PreemptedRun(reason, update, str(folder))
         error_file = env.get("TORCHELASTIC_ERROR_FILE")
-        if error_file and pulse.is_watched():  # the launcher reads the file and prints the message
+        if error_file and heartbeat_file.is_watched():  # the launcher reads the file and prints the message
             preempted_run.write(error_file)
         else:
             log.warning(preempted_run.format_text().removeprefix("headway: ").replace("\nheadway: ", "\n  "))

@@ -1,19 +1,17 @@
 """Progress of a training loop through its epochs and loaders, for saves in the middle of an epoch."""
 
 from collections.abc import Callable
+from types import CodeType
 
+from headway.core.checkpoint.resume.dropped_loaders import find_dropped_loaders
+from headway.core.checkpoint.resume.evaluations import EvaluationDetector, EvaluationStart
+from headway.core.checkpoint.resume.later_loaders import LaterLoaders, describe_call_path, find_loop_code
 from headway.core.checkpoint.resume.local_sgd_state import LocalSGDState
 from headway.core.checkpoint.resume.objects import CheckpointedObjects
-from headway.core.checkpoint.resume.positions import (
-    EvaluationDetector,
-    EvaluationStart,
-    ForwardStateCopies,
-    LaterLoaders,
-    TrainingPasses,
-    WindowSnapshot,
-)
 from headway.core.checkpoint.resume.saved import SavedRun
-from headway.core.data.loader import PreparedLoader
+from headway.core.checkpoint.resume.training_passes import TrainingPasses
+from headway.core.checkpoint.resume.window_snapshot import ForwardStateCopies, WindowSnapshot
+from headway.core.data.loader import LoaderOrigin, PreparedLoader
 from headway.core.data.sampling.position import NO_BATCH
 from headway.log import get_logger
 
@@ -22,6 +20,13 @@ log = get_logger(__name__)
 _SAVED_BETWEEN_LOOPS = (
     "a checkpoint was saved between two loops of epoch %d that train: it counts as saved at the epoch's end, and a run "
     "resumed from it leaves out the rest of the epoch. Save within the loops, or after the last of them"
+)
+
+_REPEATS_EPOCH = (
+    "a checkpoint was saved at the end of epoch %d, but a run that resumes from it trains in this epoch again: the loop reads no "
+    "prepared loader, whose position would show that the epoch was over. Save at the start of the next epoch instead: "
+    "`for epoch in accelerator.epochs(num_epochs):`, and then `if epoch: accelerator.save_state()`. After the last epoch, save after "
+    "the loop"
 )
 
 
@@ -53,8 +58,8 @@ class LoopProgress:
         self._local = local
         self._windows = objects.run.windows
         self._events = objects.run.events
-        self._expects_saves = False
-        self._preemption_check: Callable[[PreparedLoader], None] | None = None
+        self._expects_saves = False  # whether to record the RNG states and buffers at the start of each window
+        self._preemption_check: Callable[[PreparedLoader], None] | None = None  # called before each batch
         self._epoch_starts: dict[int, int] | None = None
         """Epoch of each loader when the loop's current epoch began, by the loader's seed.
 
@@ -65,7 +70,20 @@ class LoopProgress:
 
         None if there was no such save.
         """
+        self._num_windows_at_epoch_start = 0
+        self._num_windows_at_repeating_save: int | None = None
+        """Number of accumulation windows at the last save from which a resumed run would repeat the current epoch.
+
+        None if there was no save in this epoch, or if the loop reads prepared loaders.
+        """
         self._later_loaders: LaterLoaders | None = None
+        """Saved positions of loaders that the script prepares after the load. None if there are no such loaders."""
+        self._is_in_epoch = False
+        """Whether the loop is in an epoch of `epochs()`."""
+        self._loop_code: CodeType | None = None
+        """Code of the function that iterates over `epochs()`. None if there is none yet."""
+        self._last_preparations: dict[str, tuple[int, int | None]] = {}
+        """Last two epochs in which loaders were prepared, by the lines that prepared them. The second can be None."""
         self.passes = TrainingPasses(self._windows, objects.loaders)
         self.evaluations = EvaluationDetector(
             accumulation=self._windows,
@@ -96,7 +114,7 @@ class LoopProgress:
     @property
     def is_without_loader(self) -> bool:
         """Whether no prepared loader is being iterated and automatic micro-batching is not splitting a batch."""
-        return not self._windows.active and not self._windows.is_in_splittable_batch
+        return not self._windows.reads.active_loaders and not self._windows.is_in_splittable_batch
 
     def get_position(self, evaluation_start: EvaluationStart | None = None) -> tuple[object, ...]:
         """Return the position of the run as a tuple.
@@ -127,7 +145,7 @@ class LoopProgress:
 
     def compute_next_epoch(self) -> int:
         """Return the epoch at which a run would continue if it resumed from a save of the current position."""
-        trained_on = self._windows.trained_on
+        trained_on = self._windows.reads.trained_on
         epoch_starts = self._epoch_starts
         if not trained_on:
             return self.epoch
@@ -140,34 +158,69 @@ class LoopProgress:
 
     def begin_epoch(self) -> None:
         """Record the start of an epoch of the training loop."""
+        self._is_in_epoch = True
+        self._loop_code = find_loop_code()
+        self._release_dropped_loaders()
         self.passes.begin_epoch()
         self._num_windows_at_epoch_end_save = None
+        self._num_windows_at_epoch_start = self._windows.num_windows
+        self._num_windows_at_repeating_save = None
         self._record_epoch_starts()
+
+    def _release_dropped_loaders(self) -> None:
+        """Release loaders that were prepared in earlier epochs, and that the script has dropped. All ranks must call it.
+
+        Do nothing while any rank is inside an accumulation window or an evaluation, whose start refers to the loaders by
+        their positions in the list.
+        """
+
+        def may_release() -> bool:
+            return not self._windows.is_unfinished and self.find_evaluation_start() is None
+
+        reads, loaders = self._windows.reads, self._objects.loaders
+        lists = [reads.trained_on, reads.read_in_training]
+        everyone = self._objects.run.collectives
+        for index in find_dropped_loaders(loaders, lists, self.epoch, everyone, may_release):
+            for others in lists:
+                others[:] = [each for each in others if each is not loaders[index]]
+            self._objects.run.prepared.release_loader(index)
+            if self.window_start is not None:
+                del self.window_start.loaders[index : index + 1]
 
     def end_epoch(self) -> None:
         """Record the end of an epoch of the training loop."""
         for loader in self._objects.loaders:
             loader.end_loaded_epoch()
         if self._later_loaders is not None:
+            if not self._later_loaders.is_epoch_over:
+                self._later_loaders.warn_of_lost_positions()
             self._later_loaders.is_epoch_over = True
         self.passes.end_epoch()
+        num_windows = self._num_windows_at_repeating_save
+        if num_windows is not None and num_windows == self._windows.num_windows:
+            log.warning_once(_REPEATS_EPOCH, self.epoch)
+        self._is_in_epoch = False
         self._num_windows_at_epoch_end_save = None
         self.epoch += 1
         self._record_epoch_starts()
 
     def _record_epoch_starts(self) -> None:
+        """Record for each loader, by its seed, the epoch at which a resumed run would continue."""
         self._epoch_starts = {each.seed: each.epoch_at_resume for each in self._objects.loaders}
 
     def record_saved_epoch(self, epoch: int) -> None:
-        """Record a save that counts the current epoch as finished, for a warning if the epoch is then continued.
+        """Record a save, for a warning if a resumed run would leave out or repeat a part of the current epoch.
 
-        Do nothing if the loop does not use `epochs()`, or `epoch` is not later than the current epoch.
+        Do nothing if the loop does not use `epochs()`.
 
         Args:
             epoch: Epoch at which a run that resumes from the checkpoint being saved would continue.
         """
         if self.counts_epochs and epoch > self.epoch:
             self._num_windows_at_epoch_end_save = self._windows.num_windows
+        has_trained = self._windows.num_windows > self._num_windows_at_epoch_start
+        if self._is_in_epoch and epoch == self.epoch and has_trained and not self._windows.reads.trained_on:
+            self._num_windows_at_repeating_save = self._windows.num_windows
 
     def _check_saved_epoch(self) -> None:
         """Warn if training continues in an epoch that a saved checkpoint has already recorded as finished."""
@@ -203,7 +256,7 @@ class LoopProgress:
             loader: Loader whose next batch is requested.
         """
         # Usually each batch is trained on before the next one is requested. Then the run can be saved or stopped here.
-        has_no_batch_in_use = not self._events.untrained_batches or self._has_used_batches(loader)
+        has_no_batch_in_use = not self._windows.reads.untrained_batches or self._has_used_batches(loader)
         if self._epoch_starts is not None:
             self.passes.record_request(loader)
             self._check_saved_epoch()
@@ -227,11 +280,11 @@ class LoopProgress:
             loader: Loader whose next batch is requested.
         """
         # A loop can read all micro-batches of an update before it trains on them, but only from a training loader.
-        may_collect = not self._windows.trained_on or self._is_trained_on(loader)
-        return self._events.can_stop(loader, self._windows.num_steps if may_collect else 1)
+        may_collect = not self._windows.reads.trained_on or self._is_trained_on(loader)
+        return self._windows.reads.forget_dropped_batches(loader, self._windows.num_steps if may_collect else 1)
 
     def _is_trained_on(self, loader: PreparedLoader) -> bool:
-        return any(each.seed == loader.seed for each in self._windows.trained_on)
+        return any(each.seed == loader.seed for each in self._windows.reads.trained_on)
 
     def _record_window_start(self) -> None:
         """Record the state at the start of an accumulation window, which a save within the window needs.
@@ -259,6 +312,7 @@ class LoopProgress:
             num_calls=[each.num_calls for each in objects.preparation.schedulers],
             local_steps=self._local.list_steps(),
             pieces=objects.read_piece_size(),
+            seen=objects.run.seen.read_counts(),
             forward_state=forward_state,
         )
 
@@ -280,24 +334,33 @@ class LoopProgress:
             self._record_epoch_starts()
         self.passes.restore([] if is_data_replaced else saved_run.passes_over)
         self.evaluations.discard_positions()
-        self._later_loaders = (
-            LaterLoaders(saved_run, is_data_replaced) if len(saved_run.loaders) > len(loaders) else None
-        )
+        num_numbered = len(saved_run.loaders) + saved_run.num_absent_loaders
+        self._objects.run.prepared.num_absent_loaders = max(0, num_numbered - len(loaders))
+        self._last_preparations = {}
+        for lines, epoch, previous in zip(saved_run.prepared_by, saved_run.prepared_in, saved_run.prepared_before):
+            if epoch is not None:
+                self._last_preparations[lines] = epoch, previous
+        self._later_loaders = None
+        if len(saved_run.loaders) > len(loaders):
+            self._later_loaders = LaterLoaders(saved_run, is_data_replaced, continued=set(range(len(loaders))))
 
     def _restore_later_loader(self, loader: PreparedLoader) -> None:
-        """Restore the position of a loader that is prepared after the load.
-
-        Its saved position is found by its index, which is the number of loaders that were prepared before it.
-        """
-        index = len(self._objects.loaders) - 1
+        """Record where a loader is prepared. Restore its position if it continues a saved one."""
+        loader.origin = self._describe_origin() if self._is_in_epoch else None
         later = self._later_loaders
-        if later is None or not later.restore_position(loader, index, self._objects.run.collectives):
+        index = None if later is None else later.continue_position(self._objects.loaders, self._objects.run.collectives)
+        if loader.origin is not None:
+            self._last_preparations[loader.origin.lines] = loader.origin.epoch, loader.origin.previous_epoch
+        if later is None or index is None:
             return
+        # The loader takes the place of a saved one, so it does not count among the loaders prepared since.
+        prepared = self._objects.run.prepared
+        prepared.num_absent_loaders = max(0, prepared.num_absent_loaders - 1)
         saved_run = later.saved_run
         if index in saved_run.trained_on:
-            self._windows.trained_on.append(loader)
+            self._windows.reads.trained_on.append(loader)
         if index in saved_run.read_in_training:
-            self._windows.read_in_training.append(loader)
+            self._windows.reads.read_in_training.append(loader)
         if self._epoch_starts is not None:
             self._epoch_starts[loader.seed] = loader.epoch_at_resume
         if not (later.is_data_replaced or later.is_epoch_over):
@@ -306,3 +369,9 @@ class LoopProgress:
             loader.end_loaded_epoch()
         if self.reads_from_start:
             loader.restart_loaded_epoch()
+
+    def _describe_origin(self) -> LoaderOrigin:
+        """Return the place in the loop in which a loader is prepared, as if this were a new loader."""
+        lines = describe_call_path(self._loop_code)
+        last_epoch, previous_epoch = self._last_preparations.get(lines, (None, None))
+        return LoaderOrigin(self.epoch, lines, previous_epoch if last_epoch == self.epoch else last_epoch)

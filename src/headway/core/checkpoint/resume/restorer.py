@@ -6,18 +6,20 @@ from pathlib import Path
 
 import torch
 
-from headway.core.checkpoint.loading.files import TargetLayout
 from headway.core.checkpoint.loading.reader import CheckpointReader
-from headway.core.checkpoint.loading.restoring import LoadRollback, restore_objects
+from headway.core.checkpoint.loading.restoring import restore_objects
+from headway.core.checkpoint.loading.rollback import LoadRollback
+from headway.core.checkpoint.loading.target_layout import TargetLayout
 from headway.core.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.core.checkpoint.resume.comparison import RestoreResult, RunComparison, recount_schedules
+from headway.core.checkpoint.resume.comparison import RestoreResult, RunComparison
 from headway.core.checkpoint.resume.frozen_parameters import FrozenParameters
 from headway.core.checkpoint.resume.frozen_weights import FrozenWeights
+from headway.core.checkpoint.resume.loader_positions import restore_loader_positions
 from headway.core.checkpoint.resume.local_sgd_state import LocalSGDState
 from headway.core.checkpoint.resume.objects import CheckpointedObjects
-from headway.core.checkpoint.resume.positions import restore_loader_positions
 from headway.core.checkpoint.resume.progress import LoopProgress
 from headway.core.checkpoint.resume.saved import SavedRun, read_run
+from headway.core.checkpoint.resume.schedules import recount_schedules
 from headway.core.runtime.events import notify_listeners
 from headway.core.runtime.seed import seed_from_update
 from headway.errors import CheckpointError, CollectiveError
@@ -207,6 +209,7 @@ class StateRestorer:
         preparation = self._objects.preparation
         run.run_id = saved_run.run_id
         run.clock.resume(saved_run.num_updates)
+        run.seen.resume(saved_run.seen)
         for optimizer, count in zip(preparation.optimizers, saved_run.optimizer_updates):
             optimizer.resume(count)
         recount_schedules(preparation, saved_run)
@@ -216,14 +219,17 @@ class StateRestorer:
         pieces = self._objects.step.pieces
         if saved_run.is_own and saved_run.pieces and pieces:
             pieces.restore_fields(**saved_run.pieces)
-        for model, order in zip(preparation.models, saved_run.exchange_orders if saved_run.is_own else ()):
-            run.strategy.set_reduction_order(model, order)
+        if saved_run.is_own:
+            for model, order in zip(preparation.models, saved_run.exchange_orders):
+                run.strategy.set_reduction_order(model, order)
         self._objects.step.drop_all_gradients()
         windows.resume(preparation.models, saved_run.nominal, saved_run.num_updates)
         if plan.is_kept:
             preparation.keep_tick_base(*saved_run.ticks)
         loaders = preparation.loaders
-        windows.trained_on.extend(loaders[index] for index in saved_run.trained_on if index < len(loaders))
-        windows.read_in_training.extend(loaders[index] for index in saved_run.read_in_training if index < len(loaders))
+        windows.reads.trained_on.extend(loaders[index] for index in saved_run.trained_on if index < len(loaders))
+        windows.reads.read_in_training.extend(
+            loaders[index] for index in saved_run.read_in_training if index < len(loaders)
+        )
         for scheduler, count in zip(preparation.schedulers, saved_run.repeated_calls):
             scheduler.ignore_repeated(count)

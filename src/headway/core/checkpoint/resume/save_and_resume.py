@@ -2,28 +2,25 @@
 
 import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch.utils.hooks import RemovableHandle
-
 from headway.common.object_path import to_path
 from headway.common.optional import LazyModule
 from headway.core import extensions
-from headway.core.checkpoint.folders import find_store
 from headway.core.checkpoint.format.manifest import MANIFEST
 from headway.core.checkpoint.resume.after_interrupt import add_interrupt_advice, publish_resume_advice
 from headway.core.checkpoint.resume.arguments import parse_changed
 from headway.core.checkpoint.resume.comparison import RestoreResult
-from headway.core.checkpoint.resume.positions import EvaluationStart
+from headway.core.checkpoint.resume.evaluations import EvaluationStart
+from headway.core.checkpoint.resume.hooks import CheckpointHooks, SaveHook, make_staging_hooks
+from headway.core.checkpoint.resume.run_lock import RunLock
 from headway.core.checkpoint.resume.state import CheckpointState
 from headway.core.checkpoint.saving.checkpoint_folder import CheckpointFolder
-from headway.core.checkpoint.saving.writer import SavePolicy
+from headway.core.checkpoint.saving.job import SavePolicy
 from headway.core.checkpoint.state import CollectedState
 from headway.core.config.preemption import Preemption
 from headway.core.config.run import ProjectConfiguration
@@ -53,10 +50,6 @@ if TYPE_CHECKING:
     from headway.core.checkpoint.resume import preemption
 else:
     preemption = LazyModule("headway.core.checkpoint.resume.preemption")  # needed only if the run listens for signals
-
-
-SaveHook = Callable[[list[torch.nn.Module], list[dict[str, torch.Tensor]], str], None]
-LoadHook = Callable[[list[torch.nn.Module], str], None]
 
 
 class MemoryCopies(Protocol):
@@ -105,6 +98,7 @@ class Checkpoints:
 
     Attributes:
         checkpoint_folder: Folder of the checkpoints, which names new ones and finds existing ones.
+        hooks: Hooks of the script that run in saves and loads.
         preemption_guard: Listener for requests to stop, or None if the run does not listen for requests to stop.
         last_folder: Folder of the last checkpoint that this run saved or loaded, or None if there is none yet.
         resume_method: Method with which the program continues from a checkpoint. Messages name it.
@@ -122,21 +116,19 @@ class Checkpoints:
         resume_method: str = "resume",
     ) -> None:
         self.checkpoint_folder = CheckpointFolder(project, state.reader)
+        self.hooks = CheckpointHooks(get_final_hook)
         self.preemption_guard: preemption.PreemptionGuard | None = None
         self.last_folder: Path | None = None
         self.resume_method = resume_method
         self._repeats_evaluations = repeats_evaluations
         self._state = state
         self._step_hooks = step_hooks
-        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
-        self._get_final_hook = get_final_hook
+        self._lock = RunLock(state.saver, state.run, self.checkpoint_folder)
         self._must_call_epochs = False
         """Whether the run was resumed, and its loop has not called `epochs` since."""
         self._last_save: tuple[Path, tuple[object, ...]] | None = None
         """Pair of (folder, position of the run) of the last save by all ranks."""
         self._has_warned_of_lone_save = False
-        self._locked_folder: Path | None = None
         self._collectives = collectives
         self._memory: MemoryCopies | None = None
         if project.keep_in_memory:
@@ -149,7 +141,7 @@ class Checkpoints:
             self.expect_background_saves()
         if project.automatic_checkpoint_naming:
             state.progress.expect_saves()
-            step_hooks.before_learning.append(self._lock_before_training)
+            step_hooks.before_learning.append(self._lock.acquire_before_training)
         if self.checkpoint_folder.conflict is not None:
             self._register_step_checks()
         add_interrupt_advice(self)
@@ -159,67 +151,6 @@ class Checkpoints:
     def is_automatic(self) -> bool:
         """Whether checkpoints are named automatically, so that `resume("latest")` finds them."""
         return self.checkpoint_folder.is_automatic
-
-    def _publish_commit(self, event: RunEvent) -> None:
-        """Report a checkpoint of this run to the launcher once it is on the disk. Do nothing for other events.
-
-        In a background save, this can be long after `save` has returned.
-        """
-        if event.name == "checkpoint" and event.source is self._state.run.clock:
-            publish_resume_advice(self, event.details["folder"])
-
-    def expect_background_saves(self) -> None:
-        """Pin host memory for background saves before the second update, so that the first save need not wait for it.
-
-        The size of the memory is known once the first update has created the optimizer state.
-        """
-        hook = self._state.saver.make_pinning_hook(self._state.objects.list_stateful)
-        self._step_hooks.before_update.append(hook)
-
-    def _lock_before_training(self) -> None:
-        """Lock the checkpoints' folder before the first training step, to find a conflict with another run early."""
-        if self._locked_folder is None:
-            self._lock_folder()
-
-    def _lock_folder(self, is_alone: bool = False, output_dir: str | Path | None = None) -> None:
-        """Lock the folder into which this run saves. Runs that only read checkpoints never lock it.
-
-        Automatically named checkpoints lock their parent folder. A folder that the caller names is locked only if its
-        store needs a lock, which a disk does not. Every rank must call this method unless `is_alone` is True.
-
-        Args:
-            is_alone: Whether only this rank saves. Default: False.
-            output_dir: Folder of the checkpoint. Default: None, checkpoints are named automatically.
-
-        Raises:
-            CheckpointError: If another run holds the lock.
-        """
-        checkpoint_folder = self.checkpoint_folder
-        state = self._state
-        if checkpoint_folder.is_automatic:
-            folder = None if checkpoint_folder.project.project_dir is None else checkpoint_folder.get_parent()
-        else:
-            folder = None if output_dir is None else checkpoint_folder.get_next_folder(output_dir)
-            if folder is not None and not find_store(folder).needs_lock:
-                folder = None
-        if folder is None:
-            return
-        if not checkpoint_folder.is_automatic and self._locked_folder not in (None, folder):
-            self.release_lock()
-        self._locked_folder = folder
-        state.run.run_id = state.saver.lock_folder(folder, state.run.run_id, is_alone)
-
-    def release_lock(self) -> None:
-        """Release the lock of the checkpoints' folder if this run holds it."""
-        if self._locked_folder is not None:
-            self._state.saver.release_lock(self._locked_folder)
-            self._locked_folder = None
-
-    def _register_step_checks(self) -> None:
-        """Register checks that run before each training step, unless they are registered already."""
-        if self._check_resumed not in self._step_hooks.before_learning:
-            self._step_hooks.before_learning.append(self._check_resumed)
-            self._step_hooks.before_micro_batch.append(self._check_save_and_preemption)
 
     # ---------------------------------------------------------------- save
 
@@ -260,10 +191,16 @@ class Checkpoints:
         # the checkpoint is that of the writing rank, which might have saved alone before.
         checkpoint_folder.iteration = int(participants.note)
         folder = checkpoint_folder.get_next_folder(output_dir, is_written_here=False)
-        checkpoint_folder.iteration += checkpoint_folder.is_automatic
+        if checkpoint_folder.is_automatic:
+            checkpoint_folder.iteration += 1
         return folder
 
     def _warn_of_lone_save(self, participants: CallParticipants) -> None:
+        """Warn once that a checkpoint lacks the RNG states of the ranks that take no part in the save.
+
+        Args:
+            participants: Ranks that save, and those that do not.
+        """
         if not self._has_warned_of_lone_save:
             self._has_warned_of_lone_save = True
             log.warning(
@@ -285,55 +222,38 @@ class Checkpoints:
     ) -> Path:
         """Save a checkpoint and return its folder. Every rank must call it unless `is_alone` is True.
 
-        The arguments that `save` has too are documented there.
-
         Args:
-            output_dir: Folder of the checkpoint, or None.
-            is_blocking: Whether to return only when the checkpoint is on the disk.
-            metric: Metric of the checkpoint, or None.
+            output_dir: Folder of the checkpoint. None: checkpoints are named automatically.
+            is_blocking: Whether to return only when the checkpoint is on the disk. False: write in the background.
+            metric: Metric of the checkpoint for `keep_best`, or None. NaN and infinity count as None.
             evaluation_start: State at the start of the evaluation in progress, at which a resumed run continues.
                 Default: None, no evaluation is in progress.
             is_alone: Whether only this rank saves. Default: False.
-            extra_hook: Additional save hook, or None.
+            extra_hook: Additional save hook for this save. Default: None, no additional hook.
+
+        Raises:
+            CheckpointError: If the checkpoint, or an earlier one in the background, could not be written. Also if
+                another run holds the lock, or an earlier run's checkpoint has the name of this one or a higher number.
+            ConfigError: If `output_dir` is None, and checkpoints are not named automatically.
         """
         checkpoint_folder = self.checkpoint_folder
-        project = checkpoint_folder.project
         state = self._state
         if metric is not None:  # NaN is never the best, and JSON cannot hold it
             metric = float(metric) if math.isfinite(metric) else None
         state.saver.wait(is_alone)
-        self._lock_folder(is_alone, output_dir)
+        self._lock.acquire(is_alone, output_dir)
         if not is_blocking:
             self._register_step_checks()
-        if not is_alone:  # ranks that have saved alone have counted more checkpoints
-            checkpoint_folder.iteration = state.reader.find_largest(checkpoint_folder.iteration)
-        folder = checkpoint_folder.get_next_folder(output_dir)
-        if not is_alone and not checkpoint_folder.is_automatic:
-            folder = state.saver.agree_on_folder(folder)
+        folder = self._choose_folder(output_dir, is_alone)
         with state.run.around_save():
-            collected, about = state.collector.collect(evaluation_start, is_alone, project.save_frozen)
-            about |= {"name": folder.name, "iteration": checkpoint_folder.iteration, "metric": metric}
-            protected: tuple[Path, ...] = ()
-            if project.keep_best:
-                protected = self._best.list_best_to_keep(checkpoint_folder, folder, metric, state.run.run_id)
-            is_overlapped = project.overlap_saves and not is_blocking
-            policy = SavePolicy(
-                keep=project.total_limit if checkpoint_folder.is_automatic else None,
-                protected=protected,
-                owns_parent=checkpoint_folder.is_automatic,
-                is_blocking=is_blocking,
-                is_alone=is_alone,
-                deferrable_names=frozenset(state.collector.list_step_tensors(collected) if is_overlapped else ()),
+            collected, about = state.collector.collect(
+                evaluation_start, is_alone, checkpoint_folder.project.save_frozen
             )
-            hooks = [
-                each for each in (*self._save_hooks.values(), extra_hook, self._get_final_hook()) if each is not None
-            ]
-            if project.keep_compiled and not is_alone:
-                hooks.append(
-                    lambda models, weights, staging: extensions.load("feature", "keep_compiled").write_artifacts(
-                        Path(staging), self._collectives
-                    )
-                )
+            about |= {"name": folder.name, "iteration": checkpoint_folder.iteration, "metric": metric}
+            policy = self._make_policy(folder, collected, is_blocking, metric, is_alone)
+            hooks = self.hooks.list_save_hooks(extra_hook)
+            if checkpoint_folder.project.keep_compiled and not is_alone:  # a collective
+                hooks.append(self._write_compiled_artifacts)
             # This runs user code, so it comes before the RNG states are read.
             position = state.progress.get_position(evaluation_start)
             state.saver.save(
@@ -341,47 +261,70 @@ class Checkpoints:
                 collected,
                 about,
                 policy,
-                self._make_staging_hooks(hooks, collected) if hooks else (),
+                make_staging_hooks(hooks, state.objects.models, collected) if hooks else (),
                 lambda: state.collector.add_rng_states(collected, evaluation_start, is_alone),
             )
         self.last_folder = folder
-        checkpoint_folder.iteration += checkpoint_folder.is_automatic
+        if checkpoint_folder.is_automatic:
+            checkpoint_folder.iteration += 1
         if not is_alone:
             self._last_save = folder, position
         return folder
 
-    def _make_staging_hooks(self, hooks: Sequence[SaveHook], collected: CollectedState) -> list[Callable[[Path], None]]:
-        """Return functions of the staging directory, each of which calls one save hook.
+    def _choose_folder(self, output_dir: str | Path | None, is_alone: bool) -> Path:
+        """Return the folder of the next checkpoint. Every rank must call it unless `is_alone` is True.
 
-        The last function removes the weights from `collected` that hooks have saved themselves.
+        All ranks get the same folder, and continue with the same checkpoint number.
 
         Args:
-            hooks: Save hooks.
-            collected: State of the save, from which weights are removed.
+            output_dir: Folder that the caller of `save` passed. None: checkpoints are named automatically.
+            is_alone: Whether only this rank saves.
         """
-        models = self._state.objects.models
-        state_dicts = [
-            {
-                name.split("/", 2)[2]: tensor
-                for name, tensor in collected.tensors.items()
-                if name.startswith(f"model/{index}/")
-            }
-            for index in range(len(models))
-        ]
-        all_state_dicts = list(state_dicts)
+        checkpoint_folder = self.checkpoint_folder
+        if is_alone:
+            return checkpoint_folder.get_next_folder(output_dir)
+        # Ranks that have saved alone have counted more checkpoints.
+        checkpoint_folder.iteration = self._state.reader.find_largest(checkpoint_folder.iteration)
+        folder = checkpoint_folder.get_next_folder(output_dir)
+        if checkpoint_folder.is_automatic:
+            return folder
+        return self._state.saver.agree_on_folder(folder)
 
-        def call_hook(hook: SaveHook, staging: Path) -> None:
-            hook(models, state_dicts, str(staging))
+    def _make_policy(
+        self, folder: Path, collected: CollectedState, is_blocking: bool, metric: float | None, is_alone: bool
+    ) -> SavePolicy:
+        """Return the rules for writing a checkpoint, and for deleting earlier ones.
 
-        def remove_saved_weights(staging: Path) -> None:
-            for index, state_dict in enumerate(all_state_dicts):
-                if not any(state_dict is each for each in state_dicts):  # a hook has removed it from the list
-                    for name in state_dict:
-                        del collected.tensors[f"model/{index}/{name}"]
-                    for name in [each for each in collected.aliases if each.startswith(f"model/{index}/")]:
-                        del collected.aliases[name]
+        Args:
+            folder: Folder of the checkpoint.
+            collected: State to save.
+            is_blocking: Whether to return only when the checkpoint is on the disk.
+            metric: Finite metric of the checkpoint, or None.
+            is_alone: Whether only this rank saves.
+        """
+        checkpoint_folder = self.checkpoint_folder
+        project = checkpoint_folder.project
+        state = self._state
+        num_newest = project.total_limit
+        protected: tuple[Path, ...] = ()
+        if project.keep_best is not None or project.keep_every is not None:
+            new = self._best.SavedCheckpoint(folder, metric, state.run.clock.num_updates, state.run.run_id)
+            num_newest, protected = self._best.choose_retention(checkpoint_folder, new)
+        deferrable_names: frozenset[str] = frozenset()
+        if project.overlap_saves and not is_blocking:
+            deferrable_names = frozenset(state.collector.list_step_tensors(collected))
+        return SavePolicy(
+            keep=num_newest if checkpoint_folder.is_automatic else None,
+            protected=protected,
+            owns_parent=checkpoint_folder.is_automatic,
+            is_blocking=is_blocking,
+            is_alone=is_alone,
+            deferrable_names=deferrable_names,
+        )
 
-        return [*(partial(call_hook, hook) for hook in hooks), remove_saved_weights]
+    def _write_compiled_artifacts(self, models: object, weights: object, staging: str) -> None:
+        """Write the compiled code of all ranks into the staging directory. A save hook that every rank must call."""
+        extensions.load("feature", "keep_compiled").write_artifacts(Path(staging), self._collectives)
 
     def wait(self) -> None:
         """Wait until a background save has finished. Every rank must call it.
@@ -391,168 +334,23 @@ class Checkpoints:
         """
         self._state.saver.wait()
 
-    # ---------------------------------------------------------------- preemption
+    def expect_background_saves(self) -> None:
+        """Pin host memory for background saves before the second update, so that the first save need not wait for it.
 
-    @property
-    def is_preempted(self) -> bool:
-        """Whether all ranks have agreed to stop."""
-        return self.preemption_guard is not None and self.preemption_guard.is_preempted
-
-    def check_preemption(self) -> bool:
-        """Save and end the run if all ranks have agreed to stop, and return whether they have agreed.
-
-        With `Preemption(exits=False)`, the run is neither saved nor ended here. If the run does not listen for requests
-        to stop, return False.
-
-        Raises:
-            Preempted: After the save, which ends the process with code 75.
-            CheckpointError: If the checkpoint could not be saved.
+        The size of the memory is known once the first update has created the optimizer state.
         """
-        if self.preemption_guard is not None:
-            self.preemption_guard.check()
-        return self.is_preempted
+        hook = self._state.saver.make_pinning_hook(self._state.objects.list_stateful)
+        self._step_hooks.before_update.append(hook)
 
-    def start_listening(self, settings: Preemption | None, is_requested: bool) -> None:
-        """Start listening for requests to stop the run.
+    def _publish_commit(self, event: RunEvent) -> None:
+        """Report a checkpoint of this run to the launcher once it is on the disk. Do nothing for other events.
 
-        Args:
-            settings: Signals and deadlines that ask the run to stop. None: do not listen.
-            is_requested: Whether the user has requested this explicitly. False: outside the main thread, where signals
-                cannot be handled, do nothing instead of raising an error.
-
-        Raises:
-            StateError: If `is_requested` is True, and this is not the main thread.
+        In a background save, this can be long after `save` has returned.
         """
-        if settings is None or (not is_requested and threading.current_thread() is not threading.main_thread()):
-            return
-        self.preemption_guard = preemption.PreemptionGuard(settings, self._state, self._save_before_exit)
-        self._state.progress.expect_saves()
-        self._state.progress.set_preemption_check(self.preemption_guard.check)
-        self._register_step_checks()
-
-    def stop_watching(self) -> None:
-        """Stop listening for signals and deadlines, and release the lock of the checkpoints' folder.
-
-        First wait for the state that is being copied to host memory, if there is one. The next training step or save
-        locks the folder again.
-        """
-        if self._memory is not None:
-            self._memory.finish_save()
-        if self.preemption_guard is not None:
-            self.preemption_guard.stop()
-            self._state.progress.set_preemption_check(None)
-        self.release_lock()
-
-    def start_watching(self) -> None:
-        """Listen again for requests to stop the run, and replace any other listener.
-
-        Do nothing if `start_listening` has not started a listener. Outside the main thread, only log a message.
-        """
-        if self.preemption_guard is None:
-            return
-        if threading.current_thread() is not threading.main_thread():
-            log.info(
-                "signals that ask the run to end have no effect, because the Accelerator was not created in the main thread"
-            )
-            return
-        self.preemption_guard.start()
-        self._state.progress.set_preemption_check(self.preemption_guard.check)
-
-    def _check_save_and_preemption(self) -> None:
-        """Raise the error of a failed background save. In loops without prepared loaders, also check for preemption."""
-        self._state.saver.raise_background_error()
-        if self.preemption_guard is not None and self._state.progress.is_without_loader:
-            self.preemption_guard.check()
-
-    def _save_before_exit(self, evaluation_start: EvaluationStart | None) -> Path:
-        """Return the folder of a checkpoint with the run's current position, for a run that is about to exit.
-
-        Every rank must call it. The last checkpoint is reused if it has this position and the run has no registered
-        objects. Otherwise a new one is saved.
-
-        Args:
-            evaluation_start: State at the start of the evaluation in progress, or None.
-        """
-        state = self._state
-        folder, position = self._last_save or (None, None)
-        try:
-            state.saver.wait()
-            # A later save by a single rank might have removed the folder.
-            is_current = (
-                folder is not None
-                and position == state.progress.get_position(evaluation_start)
-                and not state.run.custom
-                and (folder / MANIFEST).is_file()
-            )
-            if state.saver.is_true_on_all_ranks(is_current) and folder is not None:
-                return folder
-        except CheckpointError as error:
-            log.warning("%s; another one is saved now", error)
-        return self._commit_checkpoint(None, True, None, evaluation_start)
-
-    # ---------------------------------------------------------------- hooks and objects
-
-    def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Register a hook that each save calls before any file of the checkpoint is written, on every rank that saves.
-
-        Args:
-            hook: Function of the models, their state dicts, and the staging directory. The weights of a model whose
-                state dict it removes from the list are not saved.
-
-        Returns:
-            Handle that removes the hook.
-        """
-        handle = RemovableHandle(self._save_hooks)
-        self._save_hooks[handle.id] = hook
-        return handle
-
-    def add_load_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Register a hook that each load calls, and return a handle that removes it.
-
-        Args:
-            hook: Function of the models and the checkpoint's folder. A model that it removes from the list is not
-                loaded.
-        """
-        handle = RemovableHandle(self._load_hooks)
-        self._load_hooks[handle.id] = hook
-        return handle
-
-    def register(self, objects: tuple[Any, ...]) -> None:
-        """Register objects whose state is saved and loaded, in addition to the prepared objects.
-
-        An object that is already registered is not added again.
-
-        Args:
-            objects: Objects with `state_dict` and `load_state_dict`.
-
-        Raises:
-            ConfigError: If an object lacks one of these methods. The message names the types of all such objects.
-        """
-        unfit = [
-            type(obj).__name__
-            for obj in objects
-            if not (callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)))
-        ]
-        if unfit:
-            raise ConfigError(
-                f"register_for_checkpointing got {', '.join(unfit)} without state_dict and load_state_dict"
-            )
-        self._state.run.custom[:] = {id(obj): obj for obj in (*self._state.run.custom, *objects)}.values()
+        if event.name == "checkpoint" and event.source is self._state.run.clock:
+            publish_resume_advice(self, event.details["folder"])
 
     # ---------------------------------------------------------------- load
-
-    def call_load_hooks(self, folder: Path) -> list[torch.nn.Module]:
-        """Call the load hooks with another program's checkpoint, and return the models that are still to be loaded.
-
-        Each hook gets the list of models, and removes the models that it has loaded.
-
-        Args:
-            folder: Folder of the checkpoint.
-        """
-        models = self._state.objects.models
-        for hook in self._load_hooks.values():
-            hook(models, str(folder))
-        return models
 
     def load(
         self,
@@ -627,7 +425,7 @@ class Checkpoints:
             CheckpointError: If the checkpoint does not fit, or is damaged and there is no other one.
         """
         try:
-            return self._state.restorer.load(folder, is_strict, tuple(self._load_hooks.values()), changed)
+            return self._state.restorer.load(folder, is_strict, self.hooks.list_load_hooks(), changed)
         except CheckpointDamaged:
             fallback = None if find_fallback is None else find_fallback()
             if fallback is None or fallback == folder:
@@ -679,26 +477,6 @@ class Checkpoints:
         self._register_step_checks()
         return restored
 
-    @property
-    def _best(self) -> Any:
-        """Extension that ranks checkpoints by their metrics, `headway.extras.best_checkpoint`."""
-        return extensions.load("feature", "best_checkpoint")
-
-    @property
-    def best(self) -> Path | None:
-        """Folder of the checkpoint with the best metric on this rank's disk, or None if there is none.
-
-        Checkpoints that were saved without a metric do not count.
-        """
-        return next(iter(self._best.list_best_first(self.checkpoint_folder, None, self._state.run.run_id)), None)
-
-    def _find_best(self, run: str | None) -> Path | None:
-        self._state.saver.wait()  # includes the checkpoint of a background save
-        folder: Path | None = self._best.find_best(
-            self.checkpoint_folder, self._state.reader, run, self._state.run.run_id
-        )
-        return folder
-
     def _find_newest(self, run: str | None) -> Path | None:
         """Return the folder of the newest checkpoint, which can be in host memory or on the disk, or None.
 
@@ -716,7 +494,32 @@ class Checkpoints:
             return in_memory
         return on_disk
 
-    # ---------------------------------------------------------------- epochs
+    def _find_best(self, run: str | None) -> Path | None:
+        """Return the complete checkpoint with the best metric, or None. Every rank must call it.
+
+        Args:
+            run: ID of the run whose checkpoints count. None: those of all runs.
+        """
+        self._state.saver.wait()  # includes the checkpoint of a background save
+        folder: Path | None = self._best.find_best(
+            self.checkpoint_folder, self._state.reader, run, self._state.run.run_id
+        )
+        return folder
+
+    @property
+    def best(self) -> Path | None:
+        """Folder of the checkpoint with the best metric on this rank's disk, or None if there is none.
+
+        Checkpoints that were saved without a metric do not count.
+        """
+        return next(iter(self._best.list_best_first(self.checkpoint_folder, None, self._state.run.run_id)), None)
+
+    @property
+    def _best(self) -> Any:
+        """Extension that ranks checkpoints by their metrics, `headway.extras.best_checkpoint`."""
+        return extensions.load("feature", "best_checkpoint")
+
+    # ---------------------------------------------------------------- epochs of the training loop
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs: from the current one to `num_epochs` - 1.
@@ -742,6 +545,12 @@ class Checkpoints:
                 return
             state.progress.end_epoch()
 
+    def _register_step_checks(self) -> None:
+        """Register checks that run before each training step, unless they are registered already."""
+        if self._check_resumed not in self._step_hooks.before_learning:
+            self._step_hooks.before_learning.append(self._check_resumed)
+            self._step_hooks.before_micro_batch.append(self._check_save_and_preemption)
+
     def _check_resumed(self) -> None:
         """Raise an error before a training step if the run should have resumed first, or if its loop cannot resume.
 
@@ -760,3 +569,127 @@ class Checkpoints:
                 "accelerator.epochs(num_epochs):` in place of `for epoch in range(num_epochs):`"
             )
         self.checkpoint_folder.ensure_resumed()
+
+    def _check_save_and_preemption(self) -> None:
+        """Raise the error of a failed background save. In loops without prepared loaders, also check for preemption."""
+        self._state.saver.raise_background_error()
+        if self.preemption_guard is not None and self._state.progress.is_without_loader:
+            self.preemption_guard.check()
+
+    # ---------------------------------------------------------------- preemption
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether all ranks have agreed to stop."""
+        return self.preemption_guard is not None and self.preemption_guard.is_preempted
+
+    def check_preemption(self) -> bool:
+        """Save and end the run if all ranks have agreed to stop, and return whether they have agreed.
+
+        With `Preemption(exits=False)`, the run is neither saved nor ended here. If the run does not listen for requests
+        to stop, return False.
+
+        Raises:
+            Preempted: After the save, which ends the process with code 75.
+            CheckpointError: If the checkpoint could not be saved.
+        """
+        if self.preemption_guard is not None:
+            self.preemption_guard.check()
+        return self.is_preempted
+
+    def start_listening(self, settings: Preemption | None, is_requested: bool) -> None:
+        """Start listening for requests to stop the run.
+
+        Args:
+            settings: Signals and deadlines that ask the run to stop. None: do not listen.
+            is_requested: Whether the user has requested this explicitly. False: outside the main thread, where signals
+                cannot be handled, do nothing instead of raising an error.
+
+        Raises:
+            StateError: If `is_requested` is True, and this is not the main thread.
+        """
+        if settings is None or (not is_requested and threading.current_thread() is not threading.main_thread()):
+            return
+        self.preemption_guard = preemption.PreemptionGuard(settings, self._state, self._save_before_exit)
+        self._state.progress.expect_saves()
+        self._state.progress.set_preemption_check(self.preemption_guard.check)
+        self._register_step_checks()
+
+    def stop_watching(self) -> None:
+        """Stop listening for signals and deadlines, and release the lock of the checkpoints' folder.
+
+        First wait for the state that is being copied to host memory, if there is one. The next training step or save
+        locks the folder again.
+        """
+        if self._memory is not None:
+            self._memory.finish_save()
+        if self.preemption_guard is not None:
+            self.preemption_guard.stop()
+            self._state.progress.set_preemption_check(None)
+        self._lock.release()
+
+    def start_watching(self) -> None:
+        """Listen again for requests to stop the run, and replace any other listener.
+
+        Do nothing if `start_listening` has not started a listener. Outside the main thread, only log a message.
+        """
+        if self.preemption_guard is None:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            log.info(
+                "signals that ask the run to end have no effect, because the Accelerator was not created in the main thread"
+            )
+            return
+        self.preemption_guard.start()
+        self._state.progress.set_preemption_check(self.preemption_guard.check)
+
+    def _save_before_exit(self, evaluation_start: EvaluationStart | None) -> Path:
+        """Return the folder of a checkpoint with the run's current position, for a run that is about to exit.
+
+        Every rank must call it. The last checkpoint is reused if it has this position and the run has no registered
+        objects. Otherwise a new one is saved.
+
+        Args:
+            evaluation_start: State at the start of the evaluation in progress, or None.
+        """
+        state = self._state
+        folder, position = self._last_save or (None, None)
+        try:
+            state.saver.wait()
+            # A later save by a single rank might have removed the folder.
+            is_current = (
+                folder is not None
+                and position == state.progress.get_position(evaluation_start)
+                and not state.run.custom
+                and (folder / MANIFEST).is_file()
+            )
+            if state.saver.is_true_on_all_ranks(is_current) and folder is not None:
+                return folder
+        except CheckpointError as error:
+            log.warning("%s; another one is saved now", error)
+        return self._commit_checkpoint(None, True, None, evaluation_start)
+
+    # ---------------------------------------------------------------- registered objects
+
+    def register(self, objects: tuple[Any, ...]) -> None:
+        """Register objects whose state is saved and loaded, in addition to the prepared objects.
+
+        An object that is already registered is not added again.
+
+        Args:
+            objects: Objects with `state_dict` and `load_state_dict`.
+
+        Raises:
+            ConfigError: If an object lacks one of these methods. The message names the types of all such objects.
+        """
+        unfit = [
+            type(obj).__name__
+            for obj in objects
+            if not (callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)))
+        ]
+        if unfit:
+            raise ConfigError(
+                f"register_for_checkpointing got {', '.join(unfit)} without state_dict and load_state_dict"
+            )
+        objects_by_id = {id(obj): obj for obj in (*self._state.run.custom, *objects)}
+        self._state.run.custom[:] = objects_by_id.values()  # in place, because others hold this list

@@ -20,6 +20,7 @@ from headway.core.checkpoint.resume.saved_positions import check_loaders, check_
 from headway.core.checkpoint.state import CollectedState
 from headway.core.precision.mixed import Precision
 from headway.core.runtime.process import ProcessRuntime
+from headway.core.training.seen_data import SeenTotals
 
 _MOST_RANKS, _MOST_STEPS = 2**24, 2**24
 _MOST_TICKS, _MOST_PASSES = 2**20, 2**20
@@ -49,6 +50,7 @@ class SavedRun:
         accumulation: Micro-batches per update.
         versions: Package versions by name.
         num_updates: Number of updates.
+        seen: Amount of data that the run has trained on.
         optimizer_updates: Number of updates of each optimizer.
         epoch: Epoch at which the resumed run continues.
         counts_epochs: Whether the loop used `epochs()`.
@@ -60,6 +62,14 @@ class SavedRun:
             models divides its loss by the weight.
         scaler: State of the gradient scaler.
         seeds: Seeds of the loaders.
+        prepared_in: For each loader, the epoch of `epochs()` in which it was prepared. None if it was prepared outside of
+            such a loop. Empty if unknown.
+        prepared_by: For each loader, the lines of the loop over `epochs()` that prepared it (`LoaderOrigin.lines`). "" if
+            `prepared_in` is None. Empty if unknown.
+        prepared_before: For each loader, the last earlier epoch in which these lines prepared a loader, or None.
+            Empty if unknown.
+        dropped: Indices of the loaders to which the script no longer referred, so that it cannot have used them again.
+        num_absent_loaders: Number of loaders that the saved run itself had not prepared again after a resume.
         trained_on: Indices of the loaders whose batches were used for training.
         read_in_training: Indices of the loaders that were being iterated when an accumulation window began.
         repeated_calls: For each learning rate scheduler, the number of `step` calls that the resumed loop repeats.
@@ -87,6 +97,7 @@ class SavedRun:
     accumulation: int
     versions: dict[str, str]
     num_updates: int
+    seen: SeenTotals
     optimizer_updates: list[int]
     epoch: int
     counts_epochs: bool
@@ -97,6 +108,11 @@ class SavedRun:
     nominal: list[tuple[list[int], float]]
     scaler: dict[str, Any]
     seeds: list[int]
+    prepared_in: list[int | None]
+    prepared_by: list[str]
+    prepared_before: list[int | None]
+    dropped: list[int]
+    num_absent_loaders: int
     trained_on: list[int]
     read_in_training: list[int]
     repeated_calls: list[int]
@@ -123,6 +139,9 @@ def read_run(
 ) -> SavedRun:
     """Read all values of a manifest that a load uses on this rank. Values for objects are only checked.
 
+    If this rank saved its own state, and the layout is unchanged, its RNG states and loader positions are returned. If
+    not, those of the first saved rank are.
+
     Args:
         manifest_about: The manifest's `about` section.
         saved_state: The manifest's state, and the tensors to which it refers.
@@ -139,6 +158,7 @@ def read_run(
     _check_about(about)
     run = state["run"]
     seeds = run["seeds"].read_integers(-_WORD, _WORD)
+    num_loaders = len(seeds)
     num_models = state["extra"].count_items()
     num_optimizers = state["optimizer"].count_items()
     num_schedules = state["scheduler"].count_items()
@@ -146,10 +166,11 @@ def read_run(
     saved_shards = run["data_shards"].read_integer(1, world_size)
     has_equal_layout = world_size == runtime.world_size and saved_shards == (num_shards or runtime.world_size)
     is_own = has_equal_layout and runtime.rank in ranks
-    index = ranks.index(runtime.rank) if is_own else 0
-    loaders, rng_states = _read_own(state, saved_state, runtime, len(ranks), len(seeds))[index]
+    source_index = ranks.index(runtime.rank) if is_own else 0  # index in `ranks` of the rank whose state is used
+    loaders, rng_states = _read_rank_states(state, saved_state, runtime, len(ranks), num_loaders)[source_index]
     loader_rng = rng_states.pop("loaders", None)
     if loader_rng is None and world_size != runtime.world_size:
+        # Ranks can have different global RNG states, but must draw the order of samples from equal ones.
         loader_rng = rng_states["torch"]
     num_processes, num_steps = run["ticks"].read_integers(1, _MOST_TICKS, count=2)
     return SavedRun(
@@ -160,34 +181,44 @@ def read_run(
         accumulation=about["accumulation"].read_integer(1, _MOST_STEPS),
         versions={name: each.read_text() for name, each in about["versions"].read_table().items()},
         num_updates=run["num_updates"].read_integer(),
+        seen=_read_seen(about),
         optimizer_updates=run["optimizer_updates"].read_integers(count=num_optimizers),
         epoch=run["epoch"].read_integer(),
         counts_epochs=run["counts_epochs"].read_flag(),
         seed=run["seed"].read_integer(0, _WORD),
         precision=run["precision"].read_text(),
         ticks=(num_processes, num_steps),
-        batch=_read_batch(run["batch"], len(seeds)),
+        batch=_read_batch(run["batch"], num_loaders),
         nominal=_read_nominal(run["nominal"], num_models),
         scaler=_read_scaler(run, precision),
         seeds=seeds,
+        prepared_in=run.read_if_present(
+            "prepared_in", lambda epochs: epochs.read_optional_integers(count=num_loaders), default=[]
+        ),
+        prepared_by=run.read_if_present("prepared_by", lambda lines: lines.read_texts(count=num_loaders), default=[]),
+        prepared_before=run.read_if_present(
+            "prepared_before", lambda epochs: epochs.read_optional_integers(count=num_loaders), default=[]
+        ),
+        dropped=run.read_if_present("dropped", TypedReader.read_integers, default=[]),
+        num_absent_loaders=run.read_if_present("absent_loaders", lambda count: count.read_integer(0, _WORD), default=0),
         trained_on=run["trained_on"].read_integers(),
-        read_in_training=[number for each in run.find_present("read_in_training") for number in each.read_integers()],
-        repeated_calls=[
-            count
-            for each in run.find_present("repeated_calls")
-            for count in each.read_integers(0, _MOST_TICKS, count=num_schedules)
-        ],
-        passes_over=run["passes_over"].read_optional_integers(0, _MOST_PASSES, count=len(seeds)),
+        read_in_training=run.read_if_present("read_in_training", TypedReader.read_integers, default=[]),
+        repeated_calls=run.read_if_present(
+            "repeated_calls", lambda counts: counts.read_integers(0, _MOST_TICKS, count=num_schedules), default=[]
+        ),
+        passes_over=run["passes_over"].read_optional_integers(0, _MOST_PASSES, count=num_loaders),
         local_steps=run["local_steps"].read_optional_integers(count=num_models),
-        lengths=run["lengths"].read_optional_integers(count=len(seeds)),
-        exchange_orders=[
-            order.read_integers()
-            for each in run.find_present("exchange_orders")
-            for order in each.read_items(num_models)
-        ],
+        lengths=run["lengths"].read_optional_integers(count=num_loaders),
+        exchange_orders=run.read_if_present(
+            "exchange_orders",
+            lambda orders: [order.read_integers() for order in orders.read_items(num_models)],
+            default=[],
+        ),
         pieces=_read_pieces(run),
         units=run["units"].read_texts(count=num_schedules),
-        frozen=_read_frozen(run, num_models),
+        frozen=run.read_if_present(
+            "frozen", lambda models: [names.read_texts() for names in models.read_items(num_models)], default=None
+        ),
         loaders=loaders,
         is_own=is_own,
         rng_states=rng_states,
@@ -201,13 +232,11 @@ def _read_ranks(about: TypedReader) -> tuple[int, list[int]]:
     The ranks are in the order in which the checkpoint lists their states.
     """
     world_size = about["world_size"].read_integer(1, _MOST_RANKS)
-    for each in about.find_present("saved_by"):
-        ranks = each.read_integers(0, world_size - 1)
-        if len(set(ranks)) != len(ranks):
-            each.raise_error("a list of ranks, each of them once,")
-        if ranks:
-            return world_size, ranks
-    return world_size, list(range(world_size))
+    saved_by = about.get("saved_by")
+    ranks = [] if saved_by is None else saved_by.read_integers(0, world_size - 1)
+    if saved_by is not None and len(set(ranks)) != len(ranks):
+        saved_by.raise_error("a list of ranks, each of them once,")
+    return world_size, ranks or list(range(world_size))
 
 
 def _check_about(about: TypedReader) -> None:
@@ -217,20 +246,29 @@ def _check_about(about: TypedReader) -> None:
     """
     for name in ("num_updates", "epoch"):
         about[name].read_integer()
-    for name, least in (("global_batch", 1), ("iteration", 0)):
-        for each in about.find_present(name):
-            each.read_integer(least)
-    for each in about.find_present("metric"):
-        each.read_number()
-    for each in about.find_present("device", "saved_at"):
-        each.read_text()
-    for each in about.find_present("notes"):
-        for note in each.read_table().values():
+    if global_batch := about.get("global_batch"):
+        global_batch.read_integer(1)
+    if iteration := about.get("iteration"):
+        iteration.read_integer()
+    if metric := about.get("metric"):
+        metric.read_number()
+    if device := about.get("device"):
+        device.read_text()
+    if saved_at := about.get("saved_at"):
+        saved_at.read_text()
+    if notes := about.get("notes"):
+        for note in notes.read_table().values():
             if type(note.value) is int:  # a tracker's step
                 note.read_integer(-LARGEST)
 
 
-def _read_own(
+def _read_seen(about: TypedReader) -> SeenTotals:
+    """Return the totals of samples and tokens. A missing total is 0."""
+    names = ("samples_seen", "tokens_seen", "padding_tokens_seen")
+    return SeenTotals(*(about.read_if_present(name, TypedReader.read_integer, default=0) for name in names))
+
+
+def _read_rank_states(
     state: TypedReader, saved_state: CollectedState, runtime: ProcessRuntime, num_ranks: int, num_loaders: int
 ) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """Return, for each rank that saved its own state, a pair of (positions of its loaders, RNG states by name).
@@ -258,16 +296,18 @@ def _read_own(
 
 
 def _read_batch(batch: TypedReader, num_loaders: int) -> BatchState:
+    """Return the settings of the global batch. The three numbers of a loader must be all known or all unknown (None)."""
     asked = batch["asked"].read_optional_integers(1, count=num_loaders)
     sizes = batch["sizes"].read_optional_integers(1, count=num_loaders)
     units = batch["units"].read_optional_integers(1, count=num_loaders)
-    for of_loader in zip(asked, sizes, units):
-        if None in of_loader and of_loader != (None, None, None):
+    for loader_numbers in zip(asked, sizes, units):
+        if None in loader_numbers and loader_numbers != (None, None, None):
             batch.raise_error("sizes that are known together")
     return BatchState(asked, sizes, units, batch["trained"].read_integers())
 
 
 def _read_nominal(nominal: TypedReader, num_models: int) -> list[tuple[list[int], float]]:
+    """Return pairs of (indices of models that train together, nominal loss weight of their next window)."""
     pairs = []
     for pair in nominal.read_items():
         indices, weight = pair.read_items(2)
@@ -287,13 +327,8 @@ def _read_scaler(run: TypedReader, precision: Precision) -> dict[str, Any]:
     return values
 
 
-def _read_frozen(run: TypedReader, num_models: int) -> list[list[str]] | None:
-    for each in run.find_present("frozen"):
-        return [names.read_texts() for names in each.read_items(num_models)]
-    return None
-
-
 def _read_pieces(run: TypedReader) -> dict[str, int | None]:
+    """Return the state of automatic micro-batching by field name, or an empty dict if it was off."""
     fields = run["pieces"].read_table()
     if not fields:
         return {}

@@ -157,12 +157,12 @@ def _check_optimizer(saved: TypedReader, saved_state: CollectedState) -> None:
         if name not in names:
             entry.raise_error("no state: it belongs to none of the parameters")
         decode_reader(entry, saved_state).read_mapping()
-    for each in saved.find_present("whole"):
-        decode_reader(each, saved_state)
-    for name in ("rest", "loose"):
-        for each in saved.find_present(name):
-            decode_reader(each, saved_state).read_mapping()
+    if whole := saved.get("whole"):
+        decode_reader(whole, saved_state)
     saved["rest"].read_mapping()
+    decode_reader(saved["rest"], saved_state).read_mapping()
+    if loose := saved.get("loose"):
+        decode_reader(loose, saved_state).read_mapping()
 
 
 def _check_options(group: TypedReader, num_betas: int | None) -> None:
@@ -173,13 +173,14 @@ def _check_options(group: TypedReader, num_betas: int | None) -> None:
         num_betas: Required length of `betas`, or None for any length.
     """
     group.read_mapping()
-    for each in group.find_present("params"):
-        each.raise_error("no list of parameters")
-    for each in group.find_present("lr", "weight_decay", "momentum", "eps", "initial_lr", "dampening", "alpha", "rho"):
-        if isinstance(each.value, str | bytes | dict | bool):
-            each.raise_error("a number")
-    for each in group.find_present("betas"):
-        for beta in each.read_items(num_betas):
+    if params := group.get("params"):
+        params.raise_error("no list of parameters")
+    for name in ("lr", "weight_decay", "momentum", "eps", "initial_lr", "dampening", "alpha", "rho"):
+        option = group.get(name)
+        if option is not None and isinstance(option.value, str | bytes | dict | bool):
+            option.raise_error("a number")
+    if betas := group.get("betas"):
+        for beta in betas.read_items(num_betas):
             if not isinstance(beta.value, torch.Tensor):
                 beta.read_number()
 

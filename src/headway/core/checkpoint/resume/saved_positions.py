@@ -13,9 +13,6 @@ from headway.core.data.sampling.own_generators import is_generator_text
 from headway.core.data.sampling.rng import complete_states_text, is_rng_states_text
 from headway.core.runtime.device import Hardware
 
-_SOURCE_COUNTS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, LARGEST), ("round_size", 1, LARGEST))
-"""Triples of (key, minimum, maximum) for integers in the saved position of a loader's source of samples."""
-
 
 def check_loaders(loaders: TypedReader, count: int, hardware: Hardware) -> None:
     """Raise `CheckpointError` unless a value holds the positions of `count` loaders in a form that loaders accept.
@@ -39,42 +36,57 @@ def _check_loader(loader: TypedReader, hardware: Hardware) -> None:
     if "source" not in loader.read_mapping():
         return
     source = loader["source"]
-    for name, least, most in _SOURCE_COUNTS:
-        for each in source.find_present(name):
-            each.read_integer(least, most)
+    if drawn := source.get("drawn"):
+        drawn.read_integer(-(2**63), 2**63 - 1)
+    if num_rounds := source.get("num_rounds"):
+        num_rounds.read_integer()
+    if round_size := source.get("round_size"):
+        round_size.read_integer(1)
     if "round_size" in source.read_mapping():
         source["num_rounds"].read_integer()
-    for each in source.find_present("is_idle"):
-        each.read_flag()
-    for each in (number for several in source.find_present("handover") for number in several.read_items()):
-        each.read_integer(0, 2)
+    if is_idle := source.get("is_idle"):
+        is_idle.read_flag()
+    if handover := source.get("handover"):
+        handover.read_integers(0, 2)
     if "workers" in source.read_mapping():
         workers = source["workers"]
         workers["num_batches"].read_integer()
         workers["streams"].read_items()
-    _check_states(source, hardware)
+    _check_source_rng(source, hardware)
 
 
-def _check_states(source: TypedReader, hardware: Hardware) -> None:
+def _check_source_rng(source: TypedReader, hardware: Hardware) -> None:
     """Raise `CheckpointError` if a loader could not continue its pass with its saved RNG states."""
-    generators = [each for each in source.find_present("base_seed") if each.read_text()]
-    generators += [text for each in source.find_present("generators") for text in each.read_items()]
-    for text in generators:
-        if not is_generator_text(text.read_text(), is_on_cpu=hardware.kind == "cpu"):
-            text.raise_error("the state of a generator")
-    rng_states = [*source.find_present("global")]
-    rng_states += [
-        text for each in source.find_present("workers") for text in each["streams"].read_items() if not text.is_none
-    ]
-    for text in rng_states:
-        if not is_rng_states_text(text.read_text()):
-            text.raise_error("the states of generators")
-    for each in source.find_present("lines"):
-        for line in each.read_items():
+    base_seed, generators = source.get("base_seed"), source.get("generators")
+    if base_seed is not None and base_seed.read_text():
+        _check_generator(base_seed, hardware)
+    if generators is not None:
+        for generator in generators.read_items():
+            _check_generator(generator, hardware)
+    if global_states := source.get("global"):
+        _check_global_states(global_states)
+    if workers := source.get("workers"):
+        for worker_states in workers["streams"].read_items():
+            if not worker_states.is_none:
+                _check_global_states(worker_states)
+    if lines := source.get("lines"):
+        for line in lines.read_items():
             generator, number, text = line.read_items(3)  # generator: 0 for torch, 1 for Python, 2 for NumPy
             number.read_integer(-1, LARGEST)
             if not is_rng_states_text(complete_states_text(text.read_text(), generator.read_integer(0, 2))):
                 text.raise_error("the state of a generator")
+
+
+def _check_generator(text: TypedReader, hardware: Hardware) -> None:
+    """Raise `CheckpointError` unless a value is the encoded state of one generator."""
+    if not is_generator_text(text.read_text(), is_on_cpu=hardware.kind == "cpu"):
+        text.raise_error("the state of a generator")
+
+
+def _check_global_states(text: TypedReader) -> None:
+    """Raise `CheckpointError` unless a value holds the encoded states of a process's global generators."""
+    if not is_rng_states_text(text.read_text()):
+        text.raise_error("the states of generators")
 
 
 def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
@@ -88,13 +100,13 @@ def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
         CheckpointError: If a state is wrong.
     """
     _check_torch_state(rng_states["torch"])
-    for each in rng_states.find_present("loaders"):
-        _check_torch_state(each)
-    for each in rng_states.find_present("device"):
-        is_state = isinstance(each.value, torch.Tensor) and each.value.dtype == torch.uint8
+    if loaders := rng_states.get("loaders"):
+        _check_torch_state(loaders)
+    if device := rng_states.get("device"):
+        is_state = isinstance(device.value, torch.Tensor) and device.value.dtype == torch.uint8
         read_state = None if hardware.kind == "cpu" else hardware.find_function("get_rng_state")
-        if read_state is not None and (not is_state or each.value.shape != read_state().shape):
-            each.raise_error("the state of the device's generator")
+        if read_state is not None and (not is_state or device.value.shape != read_state().shape):
+            device.raise_error("the state of the device's generator")
     python = rng_states["python"]
     _, _, gauss = python.read_items(3)
     try:
@@ -103,11 +115,12 @@ def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
         python.raise_error("the state of Python's generator")
     if not gauss.is_none:
         gauss.read_number()
-    for each in rng_states.find_present("numpy"):
-        _check_numpy(each)
+    if numpy_state := rng_states.get("numpy"):
+        _check_numpy(numpy_state)
 
 
 def _check_torch_state(saved: TypedReader) -> None:
+    """Raise `CheckpointError` if torch's CPU generator would not accept a saved state."""
     try:
         torch.Generator().set_state(saved.value)
     except (TypeError, RuntimeError):
@@ -115,6 +128,10 @@ def _check_torch_state(saved: TypedReader) -> None:
 
 
 def _check_numpy(saved: TypedReader) -> None:
+    """Raise `CheckpointError` if a saved state does not fit NumPy's global generator.
+
+    The state is a dict for a bit generator other than MT19937, and the tuple of `numpy.random.get_state` for MT19937.
+    """
     if isinstance(saved.value, dict):  # a bit generator other than MT19937
         own = numpy.random.get_state(legacy=False)
         if own["bit_generator"] == "MT19937" or saved.value.keys() != own.keys():

@@ -78,7 +78,8 @@ class CheckpointFolder:
         """Return the folder of the next checkpoint.
 
         Args:
-            output_dir: Folder that the caller has chosen. Ignored with automatic naming.
+            output_dir: Folder that the caller has chosen. Ignored with automatic naming, without which it must not be
+                None.
             is_written_here: Whether this rank takes part in the save. Otherwise the checkpoint can exist already, and
                 conflicts with earlier runs are not checked. Default: True.
 
@@ -113,6 +114,10 @@ class CheckpointFolder:
         return [path for path in later if path.name == f"checkpoint_{self.iteration}" or not find_original_name(path)]
 
     def _find_conflict(self) -> EarlierCheckpoint | None:
+        """Return a checkpoint of an earlier run whose name or number automatic checkpoints of this run would reach, or None.
+
+        None if checkpoints are not named automatically.
+        """
         if not self.is_automatic or self.project.project_dir is None:
             return None
         conflicts = self._list_conflicts()
@@ -185,24 +190,26 @@ class CheckpointFolder:
         """
         parent = self.get_parent()
         candidates = [path for path in list_originals(parent) if run is None or read_run_id(path) in (run, None)]
-        folder, passed_over = self._reader.find_first_complete(parent, candidates)
-        for line in passed_over:
-            log.warning_once("skipping a checkpoint: %s", line)
-        copies = list_committed(parent) if folder is None and not passed_over and run is None else []
+        folder, problems = self._reader.find_first_complete(parent, candidates)
+        for problem in problems:
+            log.warning_once("skipping a checkpoint: %s", problem)
+        if folder is not None:
+            return folder
+        if problems:
+            raise CheckpointError(
+                f"{parent} contains {len(problems)} checkpoints, and all of them are damaged:\n  "
+                + "\n  ".join(problems)
+            )
+        copies = list_committed(parent) if run is None else []
         if copies and all(map(find_original_name, copies)):
             raise CheckpointError(
                 f"{parent} contains only copies ({copies[0].name} was saved as {find_original_name(copies[0])}), and "
                 f"'latest' ignores copies. To continue from a copy, name it: resume('{copies[0]}')"
             )
-        foreign = find_foreign_checkpoint(parent) if folder is None else None
-        if foreign is not None and not passed_over:
+        foreign = find_foreign_checkpoint(parent)
+        if foreign is not None:
             raise CheckpointError(f"{explain_path(foreign)}. To start without it, give another project_dir")
-        if folder is None and passed_over:
-            raise CheckpointError(
-                f"{parent} contains {len(passed_over)} checkpoints, and all of them are damaged:\n  "
-                + "\n  ".join(passed_over)
-            )
-        return folder
+        return None
 
     def continue_numbering(self, folder: Path, iteration: object) -> None:
         """Continue the numbering of checkpoints after a load. Every rank must call it.
@@ -241,6 +248,7 @@ def _get_working_directory() -> Path:
 
 
 def _explain_conflict(earlier: Path) -> str:
+    """Return the error message for an existing checkpoint whose name or number this run would use."""
     if name := find_original_name(earlier):
         return f"{earlier} is a copy of {name}, but has the name that the next checkpoint gets. Rename the copy"
     return (

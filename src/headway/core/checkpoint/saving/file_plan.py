@@ -17,9 +17,9 @@ import torch
 
 from headway.common.garbage import pause_garbage_collection
 from headway.core.checkpoint.format.chunks import ChunkGrid, TensorChunk, make_file_name
-from headway.core.checkpoint.format.manifest import TensorEntry
+from headway.core.checkpoint.format.entries import TensorEntry
 from headway.core.weights.pieces import ShardPiece, TensorSplit
-from headway.core.weights.shards import get_dtype_name
+from headway.core.weights.tensor_bytes import get_dtype_name
 from headway.errors import CheckpointError
 
 
@@ -148,12 +148,22 @@ def _make_file_pattern(name: str) -> str:
 
 
 def _select_pieces(tensors: Mapping[str, Any]) -> dict[str, ShardPiece]:
+    """Return the sharded tensors by name."""
     return {name: each for name, each in tensors.items() if isinstance(each, ShardPiece)}
 
 
 def _list_own_chunks(
     name: str, split: TensorSplit, tensors: Mapping[str, Any], file: str, part: int
 ) -> list[TensorChunk]:
+    """Return the chunks of a sharded tensor that are in one file.
+
+    Args:
+        name: Name of the tensor.
+        split: Division of the tensor among ranks.
+        tensors: Tensors of the checkpoint by name.
+        file: Name of the file.
+        part: Number of the file, which is that of the rank that writes it.
+    """
     if _has_one_box_per_writer(split):
         number = split.last_box_by_writer.get(part)
         return [] if number is None else [_make_chunk_grid(name, split)[number]]
@@ -170,6 +180,7 @@ def _has_one_box_per_writer(split: TensorSplit) -> bool:
 
 
 def _make_chunk_grid(name: str, split: TensorSplit) -> ChunkGrid:
+    """Return the chunks of a sharded tensor of which each rank writes one box."""
     return ChunkGrid(name, split.size_runs, _make_file_pattern(name), split.writer_progressions)
 
 
@@ -193,6 +204,11 @@ def _make_box_key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
     """Return the key under which a file stores a box (rectangular block) of a tensor.
 
     The key differs from the names of all tensors.
+
+    Args:
+        name: Name of the tensor.
+        number: Number of the box in the tensor.
+        tensors: Tensors of the checkpoint by name.
     """
     key = f"{name}@{number}"
     while key in tensors:
@@ -201,6 +217,14 @@ def _make_box_key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
 
 
 def _make_entry(name: str, piece: ShardPiece, split: TensorSplit, tensors: Mapping[str, Any]) -> TensorEntry:
+    """Return the manifest's entry of a sharded tensor whose split is known to every rank.
+
+    Args:
+        name: Name of the tensor.
+        piece: This rank's part of it.
+        split: Division of the tensor among ranks.
+        tensors: Tensors of the checkpoint by name.
+    """
     chunks = (
         _make_chunk_grid(name, split) if _has_one_box_per_writer(split) else tuple(_make_chunks(name, split, tensors))
     )

@@ -21,6 +21,8 @@ from headway.core import extensions
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.format.manifest import read_manifest
 from headway.core.checkpoint.saving import writer
+from headway.core.checkpoint.saving.background import BackgroundSave
+from headway.core.checkpoint.saving.job import DiskShare, SaveJob, SavePolicy
 from headway.core.checkpoint.saving.snapshot import HostCopies
 from headway.core.checkpoint.state import ROWS, CollectedState, StatefulObjects, split_dtensors
 from headway.core.checkpoint.stores.disk import warn_of_failed_removal
@@ -50,11 +52,11 @@ class Saver:
         self._runtime = runtime
         self._collectives = collectives
         self._host_copies = HostCopies()
-        self._joint_save = writer.BackgroundSave()
+        self._joint_save = BackgroundSave()
         """Background save in which all ranks take part."""
-        self._joint_job: writer.SaveJob | None = None
+        self._joint_job: SaveJob | None = None
         """Last job of `_joint_save` whose errors the ranks have not exchanged yet."""
-        self._lone_save = writer.BackgroundSave()
+        self._lone_save = BackgroundSave()
         """Background save of this rank alone."""
         self._folders_to_unlock: set[Path] = set()
         self._unlock_guard = threading.Lock()
@@ -129,7 +131,7 @@ class Saver:
         final: Path,
         collected: CollectedState,
         about: Mapping[str, Any],
-        policy: writer.SavePolicy,
+        policy: SavePolicy,
         staging_hooks: Sequence[Callable[[Path], None]] = (),
         complete_state: Callable[[], None] | None = None,
     ) -> None:
@@ -160,8 +162,8 @@ class Saver:
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
         # This rank's share of the disk is not known yet, so an error up to here removes no staging directory.
-        job = writer.SaveJob(final, nonce, writer.DiskShare(is_committer=False), collected, about, policy, self._source)
-        share = writer.DiskShare() if is_alone else self._find_share(job)
+        job = SaveJob(final, nonce, DiskShare(is_committer=False), collected, about, policy, self._source)
+        share = DiskShare() if is_alone else self._find_share(job)
         if share.is_own_disk:
             _remove_rows(collected)
         _ensure_can_write_shards(collected, share, is_alone)
@@ -174,13 +176,21 @@ class Saver:
 
     def _run_save(
         self,
-        job: writer.SaveJob,
+        job: SaveJob,
         staging_hooks: Sequence[Callable[[Path], None]],
         complete_state: Callable[[], None] | None,
     ) -> None:
-        """Write a checkpoint, or start to write it in the background. The arguments are those of `save`.
+        """Write a checkpoint, or start to write it in the background.
 
         Each step runs on all ranks, which exchange their errors before the next one.
+
+        Args:
+            job: Save to run. Its folder and options are equal on all ranks.
+            staging_hooks: Hooks called with the staging directory on every rank.
+            complete_state: Function called after the hooks, which adds the last parts of the state. None: nothing is added.
+
+        Raises:
+            CheckpointError: On every rank that saves, if a step has failed on any of them.
         """
         self._run_on_all(partial(writer.create_staging, job), job)
         self._call_staging_hooks(job, staging_hooks)
@@ -210,7 +220,16 @@ class Saver:
             self._joint_job = job
             self._joint_save.start(job)
 
-    def _call_staging_hooks(self, job: writer.SaveJob, hooks: Sequence[Callable[[Path], None]]) -> None:
+    def _call_staging_hooks(self, job: SaveJob, hooks: Sequence[Callable[[Path], None]]) -> None:
+        """Call the hooks that write additional files to the staging folder. Every rank must call it unless only one rank saves.
+
+        Args:
+            job: Save in progress.
+            hooks: Functions of the staging folder. Their number can differ between ranks.
+
+        Raises:
+            CheckpointError: On every rank, if a hook fails on any rank.
+        """
         # A script may register a hook on some ranks only. The other ranks must join the exchange of errors.
         counts = [[float(len(hooks))]]
         if not job.policy.is_alone:
@@ -250,7 +269,7 @@ class Saver:
         )
         return chosen
 
-    def _find_share(self, job: writer.SaveJob) -> writer.DiskShare:
+    def _find_share(self, job: SaveJob) -> DiskShare:
         """Return which part of a checkpoint this rank writes, and whether it commits. Every rank must call it.
 
         In a run on several machines, this method finds out whether they share the folder. Rank 0 creates a file with a
@@ -264,7 +283,7 @@ class Saver:
         """
         runtime, world = self._runtime, self._collectives.world_size
         if world == runtime.local_world_size:
-            return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
+            return DiskShare(runtime.rank, world, runtime.rank == 0)
         mark = job.final.parent / f".{job.nonce}"
 
         def create_mark() -> None:
@@ -281,13 +300,13 @@ class Saver:
                 with warn_of_failed_removal(mark):
                     mark.unlink(missing_ok=True)
         if all(sees for sees, _ in answers):
-            return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
+            return DiskShare(runtime.rank, world, runtime.rank == 0)
         # All machines use the same number of parts, so that their manifests are equal.
         num_parts = int(min(local_size for _, local_size in answers))
         part = runtime.local_rank if runtime.local_rank < num_parts else None
-        return writer.DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
+        return DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
 
-    def _run_on_all(self, action: Callable[[], _T], job: writer.SaveJob) -> _T:
+    def _run_on_all(self, action: Callable[[], _T], job: SaveJob) -> _T:
         """Run `action` on every rank, or only on this rank if it saves alone, and return this rank's result.
 
         If it fails on any rank, remove the staging directory and raise `CheckpointError` on all ranks.
@@ -325,7 +344,7 @@ class Saver:
             ) from cause
         return cast(_T, result)
 
-    def _compare_commits(self, job: writer.SaveJob) -> None:
+    def _compare_commits(self, job: SaveJob) -> None:
         """Raise `CheckpointError` if machines have committed different manifests. Every rank must call it.
 
         If the manifests are equal and each machine has its own disk, remove old checkpoints from the disks. Do nothing
@@ -417,8 +436,13 @@ def _remove_rows(collected: CollectedState) -> None:
         )
 
 
-def _ensure_can_write_shards(collected: CollectedState, share: writer.DiskShare, is_alone: bool) -> None:
-    """Raise `CheckpointError` if a tensor is sharded and not all ranks write to this disk.
+def _ensure_can_write_shards(collected: CollectedState, share: DiskShare, is_alone: bool) -> None:
+    """Raise an error if a tensor is sharded and not all ranks write to this disk.
+
+    Args:
+        collected: State to save.
+        share: Part of the checkpoint that this rank writes.
+        is_alone: Whether only this rank saves.
 
     Raises:
         CheckpointError: If a tensor is sharded, and either only one rank saves or each machine saves to its own disk.

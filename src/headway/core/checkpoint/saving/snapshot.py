@@ -16,7 +16,7 @@ from headway.core.runtime import copy_stream, pinned_memory
 from headway.core.runtime.copy_stream import CopyStream, StreamPoint
 from headway.core.runtime.pinned_sizes import plan_arenas
 from headway.core.weights.pieces import ShardPiece
-from headway.core.weights.shards import view_as_bits
+from headway.core.weights.tensor_bytes import view_as_bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
 
@@ -231,9 +231,9 @@ class HostCopies:
     ) -> None:
         self._record_event = record_event
         self._allocate = allocate
-        self._buffers: HostBuffers | None = None
-        self._reserved: list[Future[torch.Tensor]] = []
-        self._overlapped: list[OverlappedCopy | QueuedCopy] = []
+        self._buffers: HostBuffers | None = None  # memory of the last copies, which the next ones use again
+        self._reserved_arenas: list[Future[torch.Tensor]] = []  # pinned memory that `start_pinning` allocates
+        self._overlapped_copies: list[OverlappedCopy | QueuedCopy] = []  # copies that are not protected yet
         self._streams: dict[torch.device, CopyStream] = {}
 
     def start_pinning(self, num_bytes: int) -> None:
@@ -245,10 +245,10 @@ class HostCopies:
             num_bytes: Number of bytes that will be copied from devices. Only whole blocks of `pinned_memory.MAX_ARENA_BYTES`
                 bytes are pinned. The first copies pin the remainder.
         """
-        if self._buffers is None and not self._reserved:
+        if self._buffers is None and not self._reserved_arenas:
             sizes = [pinned_memory.MAX_ARENA_BYTES] * (num_bytes // pinned_memory.MAX_ARENA_BYTES)
             # Training continues meanwhile, so only a few threads are used.
-            self._reserved = pinned_memory.start_allocations(sizes, self._allocate, max_threads=2)
+            self._reserved_arenas = pinned_memory.start_allocations(sizes, self._allocate, max_threads=2)
 
     def protect_copies(self) -> None:
         """Ensure that later changes of the source tensors cannot affect the copies that `copy_overlapped` has started.
@@ -256,8 +256,8 @@ class HostCopies:
         Copies between host tensors are completed. The current stream of each device waits for copies from that device.
         This method must be called before the sources change.
         """
-        while self._overlapped:
-            self._overlapped.pop().protect_copies()
+        while self._overlapped_copies:
+            self._overlapped_copies.pop().protect_copies()
 
     def copy_overlapped(
         self,
@@ -294,13 +294,19 @@ class HostCopies:
                 else self._copy_on_side_stream(device, pairs)
             )
             pending.append(copy)
-            self._overlapped.append(copy)
+            self._overlapped_copies.append(copy)
         copied = {name: _replace_values(name, each, buffers) for name, each in tensors.items()}
         return StateSnapshot(copied, tuple(pending), TensorVersions({}))
 
     def _copy_on_side_stream(
         self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> QueuedCopy:
+        """Queue copies of tensors on a separate stream of their device, and return without waiting for them.
+
+        Args:
+            device: Device of the tensors.
+            pairs: Pairs of (target, source).
+        """
         stream = self._streams.setdefault(device, CopyStream(device))
         stream.begin_copies(stream.record_position())
         for target, source in pairs:
@@ -343,6 +349,10 @@ class HostCopies:
         return tuple(point for device in devices if (point := self._record_end(device)) is not None)
 
     def _record_end(self, device: torch.device) -> StreamPoint | None:
+        """Record the current end of a device's work queue, to wait for it later.
+
+        Return None if the device's backend has no events. This call then waits itself.
+        """
         try:
             return self._record_event(device)
         except NotImplementedError:  # this backend has no events: wait here
@@ -356,8 +366,8 @@ class HostCopies:
         """
         if self._buffers is None or not self._buffers.has_layout_of(sources):
             self._buffers = None
-            self._buffers = HostBuffers(sources, self._allocate, self._reserved)
-            self._reserved.clear()  # the rest would not be used by later saves either
+            self._buffers = HostBuffers(sources, self._allocate, self._reserved_arenas)
+            self._reserved_arenas.clear()  # the rest would not be used by later saves either
         return self._buffers
 
 

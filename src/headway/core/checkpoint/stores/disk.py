@@ -17,7 +17,8 @@ from pathlib import Path
 
 from headway.common.atomic import open_replacement
 from headway.common.untrusted import open_regular_file
-from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, WrittenFile, read_manifest
+from headway.core.checkpoint.format.entries import WrittenFile
+from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from headway.core.checkpoint.stores.folder_lock import FolderLock
 from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger

@@ -52,6 +52,10 @@ class FolderLock(lock.CheckpointLock):
             raise CheckpointError(self._describe_owner(content.text, lock.TAKEN))
 
     def _remove_lock(self) -> None:
+        """Delete the lock file if it still is this run's.
+
+        Also delete the parent folder if the lock has created it, and it is empty.
+        """
         content = _read_content(self._path)
         if content is not None and content.text == self._text:
             self._path.unlink(missing_ok=True)
@@ -60,6 +64,15 @@ class FolderLock(lock.CheckpointLock):
                     self._folder.parent.rmdir()
 
     def _create_lock(self) -> None:
+        """Create the lock file, and start a thread that updates its modification time until the lock is released.
+
+        If another run has left a lock file, wait until its owner counts as dead, and then replace the file. If another
+        machine of this run has created the lock file on a shared disk, leave the file as it is and start no thread.
+
+        Raises:
+            CheckpointError: If another run that is alive holds the lock.
+            OSError: If the disk is full or not writable.
+        """
         self._is_parent_new = not self._folder.parent.exists()
         self._folder.parent.mkdir(parents=True, exist_ok=True)
         self._text = (json.dumps(asdict(lock.LockOwner.describe_this_process(self._run, self.start))) + "\n").encode()
@@ -141,7 +154,7 @@ class FolderLock(lock.CheckpointLock):
     def _wait_for_end(self) -> None:
         """Wait until the lock's owner counts as dead, then remove its lock file.
 
-        A owner on this machine whose process has ended counts as dead at once. Otherwise the lock file must not have
+        An owner on this machine whose process has ended counts as dead at once. Otherwise the lock file must not have
         been touched for `lock.SILENCE` seconds, or `_EMPTY` seconds if it is empty. Return earlier if the lock file
         disappears or another run has replaced its content.
 
@@ -174,9 +187,8 @@ class FolderLock(lock.CheckpointLock):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(self._path, aside)
             moved = _read_content(aside)
-            if (
-                moved is not None and moved.text != dead_text
-            ):  # another run has taken the folder since: put its file back
+            # If another run has taken the folder since, put its file back.
+            if moved is not None and moved.text != dead_text:
                 os.rename(aside, self._path)
             aside.unlink(missing_ok=True)
 

@@ -153,6 +153,7 @@ def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
 
 
 def _describe_column(column: SampleColumn | None) -> str:
+    """Return up to four values of a column as text, or "missing" for None."""
     if column is None:
         return "missing"
     texts = [_describe_value(value) for value in column.values[:4]]
@@ -174,6 +175,10 @@ def _have_equal_values(one: SampleColumn | None, other: SampleColumn | None) -> 
 
 
 def _are_close(one: Any, other: Any) -> bool:
+    """Whether two values are equal up to rounding. Values other than sequences of numbers must be equal.
+
+    A small number may differ by an amount that is negligible compared with the largest number.
+    """
     if not (_are_numbers(one) and _are_numbers(other)) or len(one) != len(other):
         return bool(one == other)
     largest = max([abs(value) for value in (*one, *other) if math.isfinite(value)], default=0.0)
@@ -244,6 +249,13 @@ def _shorten_text(value: Any) -> Any:
 
 
 def _describe_sequence(node: Sequence[Any], path: str, depth: int) -> Iterator[SampleLeaf]:
+    """Yield the leaves of a list or tuple. Of a long list of integers, such as token IDs, only evenly spaced items are used.
+
+    Args:
+        node: List or tuple.
+        path: Path of the sequence in the sample.
+        depth: Nesting depth of the sequence.
+    """
     if len(node) > _MAX_VALUES and all(type(each) is int for each in node[:_MAX_VALUES]):  # such as token IDs
         yield SampleLeaf(path, True, (len(node), *(node[index] for index in _pick_even_indices(len(node)))))
         return
@@ -254,6 +266,14 @@ def _describe_sequence(node: Sequence[Any], path: str, depth: int) -> Iterator[S
 
 
 def _describe_tensor(tensor: torch.Tensor, path: str) -> Iterator[SampleLeaf]:
+    """Yield a tensor's shape, and evenly spaced elements of a dense tensor.
+
+    Floating-point elements and pixels are compared up to rounding, because decoders and CPUs differ. All others must be equal.
+
+    Args:
+        tensor: Tensor of a sample.
+        path: Path of the tensor in the sample.
+    """
     yield SampleLeaf(f"{path}.shape", True, tuple(tensor.shape))
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or not tensor.numel():
         return
@@ -269,6 +289,14 @@ def _describe_tensor(tensor: torch.Tensor, path: str) -> Iterator[SampleLeaf]:
 
 
 def _describe_array(array: numpy.ndarray[Any, Any], path: str) -> Iterator[SampleLeaf]:
+    """Yield an array's shape, and evenly spaced elements if they are numbers, booleans or text.
+
+    Floating-point elements and pixels are compared up to rounding, because decoders and CPUs differ. All others must be equal.
+
+    Args:
+        array: Array of a sample.
+        path: Path of the array in the sample.
+    """
     yield SampleLeaf(f"{path}.shape", True, tuple(array.shape))
     if not array.size or array.dtype.kind not in "biufSU":
         return
@@ -284,9 +312,12 @@ def _read_pixels(image: Any) -> tuple[float, ...]:
     """Return the width and the height of a PIL image, and the color values of three pixels on its diagonal."""
     width, height = image.size
     values = [float(width), float(height)]
-    for fraction in (0.2, 0.5, 0.8) if width * height else ():
+    if not width * height:
+        return tuple(values)
+    for fraction in (0.2, 0.5, 0.8):
         pixel = image.getpixel((int(width * fraction), int(height * fraction)))
-        values += map(float, pixel if isinstance(pixel, tuple) else (pixel,))
+        channels = pixel if isinstance(pixel, tuple) else (pixel,)
+        values += map(float, channels)
     return tuple(values)
 
 

@@ -104,6 +104,7 @@ def _find_source_fingerprint(dataset: Any) -> str:
 
 
 def _keep_equal_columns(one: Fingerprint, other: Fingerprint) -> Fingerprint:
+    """Return the columns of `one` that are equal in `other`."""
     return {path: column for path, column in one.items() if other.get(path) == column}
 
 
@@ -265,14 +266,17 @@ def _find_generators(root: Any) -> Iterator[Any]:
 
 
 def _list_global_generators(variables: Mapping[str, Any]) -> list[Any]:
+    """Return the random generators among the variables of a module."""
     return [value for value in variables.values() if isinstance(value, _list_generator_types())]
 
 
 def _has_content(cell: CellType) -> bool:
+    """Whether a variable of a closure has a value. Reading one without a value raises an error."""
     return cell != CellType()
 
 
 def _seed_generator(generator: Any) -> None:
+    """Seed a random generator of torch, NumPy or Python with a constant."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(_SEED)
     elif isinstance(generator, numpy.random.Generator):
@@ -282,12 +286,14 @@ def _seed_generator(generator: Any) -> None:
 
 
 def _read_state(generator: Any) -> Any:
+    """Return the state of a random generator of torch, NumPy or Python."""
     if isinstance(generator, torch.Generator | numpy.random.RandomState):
         return generator.get_state()
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
 def _write_state(generator: Any, state: Any) -> None:
+    """Set the state of a random generator of torch, NumPy or Python to one that `_read_state` returned."""
     if isinstance(generator, torch.Generator | numpy.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

@@ -44,6 +44,9 @@ class DispatchFeed:
 
         Methods of the `BatchFeed` that draw random numbers therefore run on every rank, which keeps all ranks' RNG
         states equal.
+
+        Raises:
+            AttributeError: If `name` begins with "_", or the `BatchFeed` has no such attribute.
         """
         if name.startswith("_"):  # called before `__init__`, e.g. while unpickling
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -111,6 +114,10 @@ class DispatchFeed:
         return self._broadcast_value(num_consumed), self._send_batches(deliveries)
 
     def _send_batches(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
+        """Read the batches of all ranks on the reading rank, broadcast them step by step, and yield this rank's own batches.
+
+        If reading fails, the error is first broadcast, so that the other ranks do not wait. An empty step marks the end.
+        """
         while True:
             try:
                 step = strip_indices(list(islice(deliveries, self._shard.count)))
@@ -127,6 +134,7 @@ class DispatchFeed:
             yield step[self._shard.index]
 
     def _receive_batches(self) -> Iterator[Delivery]:
+        """Yield this rank's batches from the steps that the reading rank broadcasts, until it sends an empty step."""
         while step := self._broadcast_value(None):
             yield step[self._shard.index]
 
@@ -142,6 +150,7 @@ class DispatchFeed:
         return value
 
     def _broadcast_failure(self, error: Exception) -> None:
+        """Send the other ranks the error with which reading has failed, so that they raise an error, too."""
         self._collectives.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
 
 

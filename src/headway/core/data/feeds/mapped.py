@@ -1,6 +1,15 @@
 """`BatchFeed` for map-style datasets: plans the indices of each step, and fetches only the samples of this rank.
 
-It plans one step ahead. In one step, every rank gets one batch.
+In one step, every rank gets one batch. A pass over an epoch runs as follows::
+
+    `start_pass`             draws the epoch's order, and divides it into steps
+    `_plan_batches`          yields the indices of this rank's next batch, and adds its `RankBatch` to a queue: the
+                             indices, the number of rows, and whether it is the last batch
+    torch's DataLoader       fetches the samples of these indices, here or in workers, and collates them
+    `_match_batches`         yields each batch together with its `RankBatch` from the queue
+
+Steps are planned one step ahead, so that the last one is known (`_mark_steps`). `worker.py` describes how workers get
+their random numbers.
 """
 
 from collections import deque
@@ -17,8 +26,10 @@ from headway.core.data.feeds.worker import (
     IndexWithCall,
     SeededIndices,
     WorkerRNGStates,
+    WorkerSeeding,
     WorkerStateCollate,
     is_read_one_by_one,
+    iterate_loader,
     rebuild_loader,
     seed_generators,
     set_loader_attribute,
@@ -68,14 +79,10 @@ class MappedFeed:
         seed: Seed of the random generators in workers.
         collectives: Collectives for exchanging the row counts of unbatched items; None if this process reads alone.
         base_seed: Source of the workers' base seed.
-        is_seedable: Whether the order and the workers' RNG states are functions of (seed, epoch). Otherwise, a single
-            process draws them as torch's DataLoader does.
-        is_shared: Whether other ranks read the same samples and need equal random numbers in their workers. Default:
-            False.
+        reads_alone: Whether this is the only process that reads the data.
+        worker_seeding: How workers get their random numbers.
         reads_ahead: Whether to fetch the next batch before the current one has been processed. No effect with workers.
             Default: False.
-        keeps_torch_worker_seeds: Whether to keep torch's seeding of workers even with several ranks. In a resumed
-            epoch, workers then draw different random numbers than in an uninterrupted one. Default: False.
         compare_order: Function that compares the first items of each pass between ranks. It is called on all ranks.
             Default: None, for no comparison, because the order is equal on all ranks by construction.
 
@@ -96,10 +103,9 @@ class MappedFeed:
         seed: int,
         collectives: Collectives | None,
         base_seed: BaseSeed,
-        is_seedable: bool,
-        is_shared: bool = False,
+        reads_alone: bool,
+        worker_seeding: WorkerSeeding,
         reads_ahead: bool = False,
-        keeps_torch_worker_seeds: bool = False,
         compare_order: Callable[[list[Any]], None] | None = None,
     ) -> None:
         self.order = order
@@ -110,28 +116,32 @@ class MappedFeed:
         self.ranks = ranks
         self._seed = seed
         self.is_batched = loader.batch_sampler is not None
-        self._base_seed = base_seed
-        is_alone = split.num_ranks == 1 and not is_shared
         has_workers = loader.num_workers > 0
-        records_worker_states = is_alone and not is_seedable
-        self._seeds_by_position = has_workers and not records_worker_states and not keeps_torch_worker_seeds
-        self._uses_base_seed = is_alone or keeps_torch_worker_seeds
-        self._reads_ahead = reads_ahead and not has_workers
-        # torch's RandomSampler draws once more at its end, so do not look for the end before the batch is processed.
-        self._finds_last_by_count = self._reads_ahead and type(getattr(order, "sampler", None)) is RandomSampler
-        self._draws_order_in_iter = has_workers or len(ranks) > 1
-        self._seeds_each_sample = is_read_one_by_one(loader.dataset)
-        self._is_in_order = getattr(loader, "in_order", True) or loader.num_workers == 0
+        self._is_in_order = getattr(loader, "in_order", True) or not has_workers
         if not self._is_in_order:
             log.warning_once(
                 "in_order=False: a state that is saved in the middle of an epoch does not record which batches arrived early, so "
                 "a resumed run may repeat or skip a few samples"
             )
-        self._sampler = PassSampler()
-        self._recount = self._choose_recount(collectives)
+
+        # Random numbers of the workers.
+        self._base_seed = base_seed
+        self._uses_base_seed = reads_alone or worker_seeding is WorkerSeeding.TORCH
+        self._seeds_by_position = has_workers and worker_seeding is WorkerSeeding.BY_POSITION
+        self._seeds_each_sample = is_read_one_by_one(loader.dataset)  # used only if `_seeds_by_position`
         self._rng_states: WorkerRNGStates | None = None
-        if has_workers and records_worker_states and self._is_in_order:
+        # A batch's position shows which worker has sent it, so states can be recorded only if batches arrive in order.
+        if has_workers and worker_seeding is WorkerSeeding.RECORDED and self._is_in_order:
             self._rng_states = WorkerRNGStates(loader.num_workers, loader.persistent_workers)
+
+        # Start and end of a pass.
+        self._draws_order_in_iter = has_workers or len(ranks) > 1
+        self._reads_ahead = reads_ahead and not has_workers
+        # torch's RandomSampler draws once more at its end, so do not look for the end before the batch is processed.
+        self._finds_last_by_count = self._reads_ahead and type(getattr(order, "sampler", None)) is RandomSampler
+
+        self._recount = self._choose_recount(collectives)
+        self._sampler = PassSampler()
         changes: dict[str, Any] = {"batch_sampler": self._sampler}
         if not self.is_batched:
             changes = {"batch_size": None, "sampler": self._sampler}
@@ -139,73 +149,7 @@ class MappedFeed:
             changes["collate_fn"] = WorkerStateCollate(loader.collate_fn)
         self.inner_loader = rebuild_loader(loader, **changes)
 
-    @property
-    def seed(self) -> int:
-        """Seed of the sample order and of the workers' generators."""
-        return self._seed
-
-    @seed.setter
-    def seed(self, value: int) -> None:
-        self._seed = value
-        self.order.set_seed(value)
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch."""
-        return self.split.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.split = replace(self.split, even_batches=value)
-
-    @property
-    def samples_per_step(self) -> int | None:
-        """Number of samples that all ranks together get per step; None if it varies.
-
-        If the loader does not batch (`batch_size=None`), the dataset's items are counted.
-        """
-        return self.split.samples_per_step
-
-    @property
-    def configured_samples_per_step(self) -> int | None:
-        """Number of samples per step over all ranks, as configured in the user's DataLoader. None if it varies.
-
-        Unlike `samples_per_step`, it ignores `set_update_size`.
-        """
-        return self._configured_split.samples_per_step
-
-    def can_fit_update(self, samples_per_update: int, num_steps: int) -> bool:
-        """Whether `num_steps` batches per rank can hold `samples_per_update` samples per update.
-
-        Batches may be smaller than the configured batch size, but not larger. Always False if a custom batch sampler
-        yields the batches, or if several ranks read with `in_order=False`.
-
-        Args:
-            samples_per_update: Number of samples per gradient update over all ranks.
-            num_steps: Number of batches per rank and update.
-        """
-        split = self._configured_split
-        if not isinstance(split, SampleSplit) or not (self._is_in_order or split.num_ranks == 1):
-            return False
-        most_samples_per_step = -(-samples_per_update // num_steps)
-        return num_steps <= samples_per_update and most_samples_per_step <= split.samples_per_step
-
-    def set_update_size(self, samples_per_update: int, num_steps: int, drop_multiple: int) -> None:
-        """Use `samples_per_update` samples per gradient update from the next pass on.
-
-        Args:
-            samples_per_update: Number of samples per update over all ranks; 0 to return to the user's settings.
-            num_steps: Number of batches per rank and update.
-            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of
-                samples.
-        """
-        split: SampleSplit | BatchSplit | UpdateSplit = self._configured_split
-        if samples_per_update:
-            split = UpdateSplit(samples_per_update, num_steps, split.num_ranks, drop_multiple if split.drop_last else 1)
-        self.split = replace(split, even_batches=self.even_batches)
-
-    def __len__(self) -> int:
-        return self.split.count_steps(len(self.order))
+    # ---------------------------------------------------------------- start of a pass
 
     def draw_iter_seeds(self) -> None:
         """Draw the seeds that torch's DataLoader draws in `iter()`.
@@ -244,6 +188,7 @@ class MappedFeed:
         seed = mix_seed(self.seed, epoch)
         rng_states = self._rng_states
         is_resumed = num_consumed > 0 and not num_skipped_steps
+        # If not every worker has delivered a batch before the save, only reading again finds the states of the others.
         num_repeated = 0 if rng_states is None else rng_states.start_pass(is_resumed)
         start = 0 if num_repeated else num_consumed
         remainder = self.split.split_epoch(self.order.draw_order(epoch), start, num_skipped_steps)
@@ -253,15 +198,12 @@ class MappedFeed:
         self._sampler.set_indices(self._plan_batches(remainder, seed, rank_batches))
         seed_generator(self.inner_loader, mix_seed(seed, 1))
         self._base_seed.start_pass(self.inner_loader, is_used=self._uses_base_seed)
-        deliveries = self._match_batches(iter(self.inner_loader), rank_batches)
+        deliveries = self._match_batches(iterate_loader(self.inner_loader), rank_batches)
         for _ in islice(deliveries, num_repeated):  # fetch again and discard, to advance the workers' RNG states
             pass
-        if self._reads_ahead:
+        if self._reads_ahead:  # `mark_last` reads one batch ahead
             deliveries = (delivery for delivery, _ in mark_last(deliveries))
         return num_consumed if num_repeated else remainder.num_consumed, deliveries
-
-    def set_dataset_state_saving(self, is_saved: bool) -> None:
-        """Do nothing, because a map-style dataset is read by index and its state need not be saved."""
 
     def draw_for_remote_pass(self, epoch: int) -> None:
         """Draw the order of an epoch that another process reads for this rank.
@@ -272,8 +214,32 @@ class MappedFeed:
         Args:
             epoch: Number of the epoch.
         """
-        self.order.draw_order(epoch)
+        self.order.draw_order(epoch)  # only for its draws, because another process reads these samples
         self._base_seed.start_pass(self.inner_loader, is_used=False)
+
+    def _check_equal_steps(self) -> None:
+        """Raise `DataError` if one step of an epoch differs in size from the others."""
+        size = self.samples_per_step if isinstance(self.split, SampleSplit) else None
+        if size is None or not (self.split.drop_last or len(self.order) % size == 0):
+            raise DataError(
+                "in_order=False lets batches arrive in any order, but one step of this data differs from the others (a short "
+                "end, or batches of several sizes), and all ranks must reach it at the same step. Pass drop_last=True or "
+                "in_order=True to the DataLoader"
+            )
+
+    def _warn_of_changed_order(self) -> None:
+        """Warn if a loaded state was saved with another type of sample order, such as another sampler."""
+        current_order = describe_order(self.order)
+        if self._saved_order not in (None, current_order):
+            warn(
+                f"the samples of this epoch were {self._saved_order} before the save, and now they are {current_order}, so some of "
+                "them would be repeated and others left out. Give the loader the shuffle= or sampler= that it had, or begin the "
+                "epoch at its first batch: resume(..., changed='data')",
+                HeadwayWarning,
+                stacklevel=2,
+            )
+
+    # ---------------------------------------------------------------- plan of a pass: the indices of each batch
 
     def _plan_batches(self, remainder: EpochRemainder, seed: int, rank_batches: deque[RankBatch]) -> Iterator[Any]:
         """Yield the indices of each batch for the DataLoader that fetches the samples.
@@ -287,7 +253,7 @@ class MappedFeed:
         split, position = self.split, remainder.num_consumed
         worker_states = None if self._rng_states is None else iter(self._rng_states.list_initial_states())
         for step_samples, is_last in self._mark_steps(remainder):
-            num_samples = 0
+            num_samples = 0  # of all ranks together, so it is equal for each rank of the loop
             for rank in self.ranks:
                 indices, counts = split.get_rank_samples(step_samples, rank, remainder.first_items)
                 num_rows, num_samples = len(indices), sum(counts)
@@ -338,9 +304,18 @@ class MappedFeed:
         return self._attach_call(indices, seed_generators, mix_seed(seed, position))
 
     def _attach_call(self, indices: list[Any], function: Callable[[Any], None], argument: int | str) -> Any:
+        """Return the indices of a batch, or a single index, with a call that the worker makes before it fetches the samples.
+
+        Args:
+            indices: Indices of the batch. One if torch's DataLoader does not build batches.
+            function: Function to call.
+            argument: Its argument.
+        """
         if self.is_batched:
             return IndexWithCall(indices, function, argument)
         return [IndexWithCall(indices[0], function, argument)]
+
+    # ---------------------------------------------------------------- batches of a pass, with their row counts
 
     def _match_batches(self, batches: Iterator[Any], rank_batches: deque[RankBatch]) -> Iterator[Delivery]:
         """Return an iterator over pairs of (batch, `RankBatch` of the batch).
@@ -379,31 +354,11 @@ class MappedFeed:
         """
         if self.is_batched:
             return None if self._is_in_order or self.split.num_ranks > 1 else measure_all_rows
-        if len(self.ranks) > 1:
+        if len(self.ranks) > 1:  # each batch is for one rank, and `DispatchFeed` combines the rows of all ranks
             return measure_own_rows
         return measure_all_rows if collectives is None else make_row_exchange(collectives)
 
-    def _warn_of_changed_order(self) -> None:
-        """Warn if a loaded state was saved with another type of sample order, such as another sampler."""
-        current_order = describe_order(self.order)
-        if self._saved_order not in (None, current_order):
-            warn(
-                f"the samples of this epoch were {self._saved_order} before the save, and now they are {current_order}, so some of "
-                "them would be repeated and others left out. Give the loader the shuffle= or sampler= that it had, or begin the "
-                "epoch at its first batch: resume(..., changed='data')",
-                HeadwayWarning,
-                stacklevel=2,
-            )
-
-    def _check_equal_steps(self) -> None:
-        """Raise `DataError` if one step of an epoch differs in size from the others."""
-        size = self.samples_per_step if isinstance(self.split, SampleSplit) else None
-        if size is None or not (self.split.drop_last or len(self.order) % size == 0):
-            raise DataError(
-                "in_order=False lets batches arrive in any order, but one step of this data differs from the others (a short "
-                "end, or batches of several sizes), and all ranks must reach it at the same step. Pass drop_last=True or "
-                "in_order=True to the DataLoader"
-            )
+    # ---------------------------------------------------------------- state
 
     def state(self, is_running: bool) -> State:
         """Return the state from which the workers' base seed and the sample order can be drawn again.
@@ -420,6 +375,10 @@ class MappedFeed:
         }
         return state if self._rng_states is None else state | self._rng_states.state(is_running)
 
+    def position_state(self) -> State:
+        """Return the state of the current pass. It is equal to the result of `state`, which is already small."""
+        return self.state(True)
+
     def state_after_break(self) -> State:
         """Return the state of the sample order for the next pass, after a pass that was left early (by `break`).
 
@@ -427,9 +386,87 @@ class MappedFeed:
         """
         return self.order.state_after_break()
 
-    def position_state(self) -> State:
-        """Return the state of the current pass. It is equal to the result of `state`, which is already small."""
-        return self.state(True)
+    def load_state(self, state: State) -> None:
+        """Load the state that `state` returned. The next pass resumes from it.
+
+        An empty state discards the state that was loaded before.
+        """
+        self._base_seed.load_state(state)
+        self._saved_order = state.get("order")
+        # The description that `state` has added is no part of the order's own state.
+        self.order.load_state({name: value for name, value in state.items() if name != "order"})
+        if self._rng_states is not None:
+            self._rng_states.load_state(state)
+
+    # ---------------------------------------------------------------- sizes and settings
+
+    def __len__(self) -> int:
+        return self.split.count_steps(len(self.order))
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Number of samples that all ranks together get per step; None if it varies.
+
+        If the loader does not batch (`batch_size=None`), the dataset's items are counted.
+        """
+        return self.split.samples_per_step
+
+    @property
+    def configured_samples_per_step(self) -> int | None:
+        """Number of samples per step over all ranks, as configured in the user's DataLoader. None if it varies.
+
+        Unlike `samples_per_step`, it ignores `set_update_size`.
+        """
+        return self._configured_split.samples_per_step
+
+    def can_fit_update(self, samples_per_update: int, num_steps: int) -> bool:
+        """Whether `num_steps` batches per rank can hold `samples_per_update` samples per update.
+
+        Batches may be smaller than the configured batch size, but not larger. Always False if a custom batch sampler
+        yields the batches, or if several ranks read with `in_order=False`.
+
+        Args:
+            samples_per_update: Number of samples per gradient update over all ranks.
+            num_steps: Number of batches per rank and update.
+        """
+        split = self._configured_split
+        if not isinstance(split, SampleSplit) or not (self._is_in_order or split.num_ranks == 1):
+            return False
+        most_samples_per_step = -(-samples_per_update // num_steps)  # rounded up
+        return num_steps <= samples_per_update and most_samples_per_step <= split.samples_per_step
+
+    def set_update_size(self, samples_per_update: int, num_steps: int, drop_multiple: int) -> None:
+        """Use `samples_per_update` samples per gradient update from the next pass on.
+
+        Args:
+            samples_per_update: Number of samples per update over all ranks; 0 to return to the user's settings.
+            num_steps: Number of batches per rank and update.
+            drop_multiple: With drop_last, an incomplete last update is truncated to a multiple of this number of
+                samples.
+        """
+        split: SampleSplit | BatchSplit | UpdateSplit = self._configured_split
+        if samples_per_update:
+            split = UpdateSplit(samples_per_update, num_steps, split.num_ranks, drop_multiple if split.drop_last else 1)
+        self.split = replace(split, even_batches=self.even_batches)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch."""
+        return self.split.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.split = replace(self.split, even_batches=value)
+
+    @property
+    def seed(self) -> int:
+        """Seed of the sample order and of the workers' generators."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._seed = value
+        self.order.set_seed(value)
 
     def set_loader_option(self, name: str, value: Any) -> None:
         """Change a setting of the DataLoader that fetches the samples, from the next pass on.
@@ -442,16 +479,8 @@ class MappedFeed:
             value = value if self._rng_states is None else WorkerStateCollate(value)
         set_loader_attribute(self.inner_loader, name, value)
 
-    def load_state(self, state: State) -> None:
-        """Load the state that `state` returned. The next pass resumes from it.
-
-        An empty state discards the state that was loaded before.
-        """
-        self._base_seed.load_state(state)
-        self._saved_order = state.get("order")
-        self.order.load_state({name: value for name, value in state.items() if name != "order"})
-        if self._rng_states is not None:
-            self._rng_states.load_state(state)
+    def set_dataset_state_saving(self, is_saved: bool) -> None:
+        """Do nothing, because a map-style dataset is read by index and its state need not be saved."""
 
 
 def measure_own_rows(batch: object, rank_batch: RankBatch) -> RankBatch:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headway.core.data.feeds.protocol import UNCOUNTABLE
-from headway.core.data.feeds.stream import CollatedStep
+from headway.core.data.feeds.stream_collate import CollatedStep
 from headway.core.data.sampling.shard import mark_last
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import copy_containers, copy_views
@@ -70,6 +70,7 @@ class RowCountExchange:
         return mark_last(self._exchange_steps(collated_steps))
 
     def _exchange_steps(self, collated_steps: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
+        """Yield the steps with the row counts of all ranks, until all ranks' data has ended, or any rank's with drop_last."""
         while (collated := self._exchange_counts(next(collated_steps, None))) is not None:
             yield collated
 

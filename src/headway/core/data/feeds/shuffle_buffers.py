@@ -18,6 +18,12 @@ def has_shuffle_buffer(dataset: Any) -> bool:
 
 
 def _holds_buffer(node: Any, depth: int) -> bool:
+    """Whether a node of a Hugging Face iterable dataset, or a node that it reads from, has a shuffle buffer.
+
+    Args:
+        node: Node, recognized by the name of its class, because `datasets` is not imported here.
+        depth: Nesting depth of the node.
+    """
     if node is None or depth > _MAX_DEPTH or not type(node).__module__.startswith("datasets."):
         return False
     if type(node).__name__ == "BufferShuffledExamplesIterable":

@@ -16,7 +16,7 @@ from headway.core.data.compare.fingerprint import (
     describe_difference,
     hash_fingerprint,
 )
-from headway.core.data.feeds.stream import CollatedStep
+from headway.core.data.feeds.stream_collate import CollatedStep
 from headway.core.data.sampling.shard import mark_last
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import DataError
@@ -69,6 +69,7 @@ class StepComparison:
         return mark_last(self._compare_steps(collated_steps))
 
     def _compare_steps(self, collated_steps: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
+        """Compare each step on all ranks, and yield it. Stop at the first step that some rank does not have."""
         for step_index in count():
             collated = next(collated_steps, None)
             if not self._is_step_on_all_ranks(collated, step_index) or collated is None:

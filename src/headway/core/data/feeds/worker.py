@@ -1,23 +1,25 @@
 """Worker processes of a loader: their random numbers, their signal handling, and the DataLoader that starts them.
 
-In a run with several ranks, each sample's random numbers are seeded by its position in the epoch. Neither the dataset
-nor the user's worker_init_fn is wrapped. Instead, the indices are sent to a worker as a list that seeds its torch,
-Python and NumPy generators during iteration. So an augmentation depends only on (seed, epoch, position). It does not
-depend on the number of workers or ranks, or on where a run was resumed. This costs about 10 us per sample. A dataset
-that fetches a whole batch at once (`__getitems__`) is seeded once per batch, by the position of its first sample. So
-are datasets of types that draw no random numbers, such as TensorDataset.
+`WorkerSeeding` lists the ways in which workers get their random numbers.
+
+BY_POSITION: in a run with several ranks, each sample's random numbers are seeded by its position in the epoch. Neither
+the dataset nor the user's worker_init_fn is wrapped. Instead, the indices are sent to a worker as a list that seeds its
+torch, Python and NumPy generators during iteration (`SeededIndices`). So an augmentation depends only on (seed, epoch,
+position). It does not depend on the number of workers or ranks, or on where a run was resumed. This costs about 10 us
+per sample. A dataset that fetches a whole batch at once (`__getitems__`) is seeded once per batch, by the position of
+its first sample. So are datasets of types that draw no random numbers, such as TensorDataset.
+
+RECORDED: a run with a single process keeps torch's own seeding and records its workers' RNG states (`WorkerRNGStates`).
+Worker i starts with the seed base_seed + i, and a sample's random numbers depend on everything that its worker has drawn
+before. So a worker sends its RNG states along with each batch, if they have changed (17 kB, 0.1 ms in the worker). A
+pass that is resumed after n batches sends the latest states to the workers, together with the first indices. Batch k
+comes from worker k mod W, where W is the number of workers. So the new worker j gets the states of worker (n + j) mod W.
 
 SLURM, systemd and a terminal send a signal to every process of a job. If the signal ended a worker, its rank would
 fail before it has saved. So if the run handles signals, a worker that receives a signal checks whether its rank has
 received it too. If so, the worker continues. The rank then saves and exits, and ends its workers. If not, the signal
 was meant for the worker, for example because torch terminates a worker that hangs. A second signal always ends the
 worker.
-
-A run with a single process keeps torch's own seeding and records its workers' RNG states. Worker i starts with the
-seed base_seed + i, and a sample's random numbers depend on everything that its worker has drawn before. So a worker
-sends its RNG states along with each batch, if they have changed (17 kB, 0.1 ms in the worker). A pass that is resumed
-after n batches sends the latest states to the workers, together with the first indices. Batch k comes from worker
-k mod W, where W is the number of workers. So the new worker j gets the states of worker (n + j) mod W.
 """
 
 import multiprocessing
@@ -25,6 +27,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,6 +49,17 @@ _SIGNAL_TIMEOUT = 2.0
 _COPIED_SETTINGS = [
     "collate_fn", "num_workers", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn", "persistent_workers", "in_order",
 ]  # fmt: skip
+
+
+class WorkerSeeding(Enum):
+    """Method by which the workers of a map-style loader get their random numbers."""
+
+    BY_POSITION = "by position"
+    """Each sample, or each batch that is fetched at once, is seeded by its position in the epoch."""
+    RECORDED = "recorded"
+    """torch seeds each worker once, and a saved state contains the workers' RNG states. Only for a single process."""
+    TORCH = "torch"
+    """torch seeds each worker once. In a resumed epoch, workers draw other random numbers than without the interruption."""
 
 
 def seed_generators(seed: int) -> None:
@@ -114,12 +128,20 @@ def is_read_one_by_one(dataset: object) -> bool:
 
 
 def _unpickle_indices(indices: list[Any], epoch_seed: int, position: int) -> SeededIndices:
+    """Return the indices of a batch in a worker process, after seeding its generators for this batch.
+
+    Args:
+        indices: Indices of the samples.
+        epoch_seed: Seed of the epoch.
+        position: Position of the batch in the epoch.
+    """
     # A dataset that fetches the whole batch at once may use the list without iterating over it.
     seed_generators(mix_seed(epoch_seed, position))
     return SeededIndices(indices, epoch_seed, position)
 
 
 def _call_and_return_index(index: object, function: Callable[[Any], None], argument: int | str) -> Any:
+    """Call a function in a worker process when it unpickles an index, and return the index."""
     function(argument)
     return index
 
@@ -130,7 +152,8 @@ def start_worker(
     """Install the worker's signal handlers, then call the user's worker_init_fn.
 
     The first signal of each kind is ignored if the rank reports within 2 s that it has received a signal too, because
-    the rank then ends its workers. Any other signal of `signals` ends the worker, with exit code 0.
+    the rank then ends its workers. Any other signal of `signals` ends the worker, with exit code 0. A signal that has
+    arrived since `iterate_loader` created the process is handled now.
 
     Args:
         worker_init_fn: User's function; None to call nothing.
@@ -148,6 +171,8 @@ def start_worker(
 
     for number in signals:
         signal.signal(number, exit_unless_rank_got_signal)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # blocked by `iterate_loader`
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
 
@@ -156,7 +181,7 @@ class WorkerBatch(NamedTuple):
     """Batch sent by a worker.
 
     Attributes:
-        batch: Return value of the user's collate function.
+        batch: Return value of the script's collate function.
         rng_states: RNG states of the worker after the batch, in the format of `encode_global_states`; None if unchanged
             since its previous batch.
     """
@@ -297,6 +322,28 @@ def rebuild_loader(
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     settings["worker_init_fn"] = _wrap_init_fn(loader, settings["worker_init_fn"])
     return loader_class(**{"dataset": loader.dataset, "generator": torch.Generator(), **settings, **changes})
+
+
+def iterate_loader(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return an iterator over a loader that `rebuild_loader` created, which starts its workers.
+
+    A new process has the default action for a signal, which is to end, until `start_worker` runs in it. With the
+    "spawn" method, this takes seconds. Signals that this process handles are therefore blocked in the new processes,
+    and `start_worker` unblocks them.
+
+    Args:
+        loader: Loader to iterate over.
+    """
+    init_fn = loader.worker_init_fn
+    if not (isinstance(init_fn, partial) and init_fn.func is start_worker and hasattr(signal, "pthread_sigmask")):
+        return iter(loader)
+    signals = init_fn.args[1]
+    # A new process inherits the mask of the thread that starts it. Other threads still take signals meanwhile.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def set_loader_attribute(loader: DataLoader[Any], name: str, value: Any) -> None:

@@ -25,6 +25,7 @@ from headway.core.data.feeds.protocol import State
 from headway.core.data.sampling.handover import DatasetHandover
 from headway.core.data.sampling.rng import (
     STATE_WRITERS,
+    TORCH,
     decode_state,
     derive_state,
     encode_state,
@@ -91,7 +92,7 @@ class DatasetRNGStates:
     """Separate global RNG states for one dataset that is read in this process.
 
     While a sample is fetched, torch's, Python's and NumPy's global generators have the dataset's states. Afterwards
-    they have the states of training again. Generators have indices: 0 is torch's, 1 Python's, 2 NumPy's.
+    they have the states of training again. Generators are identified by their indices (`TORCH`, `PYTHON`, `NUMPY`).
     """
 
     def __init__(self) -> None:
@@ -109,28 +110,29 @@ class DatasetRNGStates:
         global generator is changed, because the ranks' global states can differ.
 
         Args:
-            is_complete: Whether the dataset was read to its end. Shared states then return to the run's stream.
-                Default: False.
+            is_complete: Whether the dataset was read to its end. If so, and if all ranks share the states, the changed
+                states are handed back to the `DatasetHandover`, so that the next pass continues from them. Default:
+                False.
         """
         if self._handover is None:
             for index, state in self._dataset_states.items():
                 STATE_WRITERS[index](state)
-        elif is_complete and 0 in self._starts:
+        elif is_complete and TORCH in self._starts:
             changed = {
                 index: state
                 for index, state in self._dataset_states.items()
                 if encode_state(state, index) != self._starts[index].state
             }
-            self._handover.end_pass(decode_state(self._starts[0].state, 0), changed)
+            self._handover.end_pass(decode_state(self._starts[TORCH].state, TORCH), changed)
         self._dataset_states = {}
         self._starts = {}
 
     def start_pass(self, handover: DatasetHandover | None = None) -> None:
-        """Start a pass from the loaded states, from states shared by all ranks, or from the current global states.
+        """End the previous pass, and start one from loaded states, states shared by all ranks, or the global states.
 
         Args:
-            handover: Source of states that are equal on all ranks. States that were loaded take precedence. Default:
-                None, the dataset draws from this process's generators.
+            handover: Source of states that are equal on all ranks. Loaded states take precedence. None (the default):
+                the dataset draws from this process's generators.
         """
         self.end_pass()
         self._num_fetched = 0
@@ -138,8 +140,10 @@ class DatasetRNGStates:
         self._loaded_starts = {}
         self._handover = handover
         if handover is not None:
+            # The text contains the encoded state of each generator, in the order of their indices.
             texts = handover.start_pass(bool(self._starts)).split(" ")
-            self._starts = {index: DatasetStart(0, text) for index, text in enumerate(texts)} | self._starts
+            shared_starts = {index: DatasetStart(num_fetches=0, state=text) for index, text in enumerate(texts)}
+            self._starts = shared_starts | self._starts
 
     def call_with_states(self, fetch: Callable[[], Result]) -> Result:
         """Call `fetch` with the global generators set to the dataset's RNG states, and return its result.

@@ -1,23 +1,27 @@
-"""Pass random number sequences from a run's stream to a sampler or dataset and back, so that no two epochs overlap.
+"""Lend the random number stream of a run's loaders to a sampler or dataset for one pass, and move the stream accordingly.
 
-A sampler or dataset that draws from the global generators starts an epoch with the RNG states of the run's stream
-(`LoaderGenerator`). Two parts of a program must never continue from one state. So the stream moves on whenever the
-sampler or dataset draws::
+A sampler or dataset that draws from the global generators starts a pass with the RNG states of the stream
+(`LoaderGenerator`). If the stream then continued from these states, other draws would repeat the same numbers. So it is
+moved whenever the sampler or dataset draws.
 
-    sampler's first item       drawn with the stream's states; the stream continues after it, as in plain torch
-    its first later draw       the sampler keeps its sequence; the stream continues with a state derived from it
-    end of the sampler         the stream continues where the sampler's sequence ended, as in plain torch
+`SamplerHandover`: most samplers draw all their random numbers for the first item. The stream then continues where the
+sampler stopped, as in plain torch. A sampler that also draws later keeps its sequence until its end, because a resumed
+run repeats all of its draws at once. Meanwhile the stream continues with a state derived from that sequence. After the
+sampler's end, it continues where the sampler stopped, as in plain torch.
 
-Most samplers draw all their random numbers for the first item. Those that draw later need a separate sequence until
-their end, because a resumed run repeats all of the sampler's draws at once. An iterable dataset whose RNG states are
-equal on all ranks has a separate sequence from the beginning of a pass.
+`DatasetHandover`: an iterable dataset gets states that are equal on all ranks. It draws throughout the pass, so the
+stream continues with a derived state from the beginning of the pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from typing import Any
 
 from headway.core.data.sampling.loader_generator import LoaderGenerator
 from headway.core.data.sampling.rng import (
+    NUMPY,
+    PYTHON,
+    TORCH,
     Broadcast,
     States,
     decode_state,
@@ -27,8 +31,13 @@ from headway.core.data.sampling.rng import (
     has_same_state,
 )
 
-_BEFORE_FIRST_ITEM, _AFTER_FIRST_ITEM, _AFTER_END = range(3)
-"""Stages of a pass over a sampler, as saved in checkpoints."""
+
+class PassStage(IntEnum):
+    """Stage of a pass over a sampler. Checkpoints contain the number."""
+
+    BEFORE_FIRST_ITEM = 0
+    AFTER_FIRST_ITEM = 1
+    AFTER_END = 2
 
 
 class SamplerHandover:
@@ -36,27 +45,47 @@ class SamplerHandover:
 
     Args:
         stream: Random number stream whose states the sampler starts with.
-        saved_state: Result of `state` for an interrupted pass that this pass repeats. Draws after which the stream had
-            moved then do not move it again. Default: None, a new pass.
+        stage: Stage up to which the stream has been moved already, if the pass repeats an interrupted one. Default: a
+            new pass.
+        separate_generators: Indices of the generators (`TORCH`, `PYTHON`, `NUMPY`) from which the sampler draws in
+            separate sequences, because it has drawn from them after its first item. Default: none.
     """
 
-    def __init__(self, stream: LoaderGenerator, saved_state: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        stream: LoaderGenerator,
+        stage: PassStage = PassStage.BEFORE_FIRST_ITEM,
+        separate_generators: Iterable[int] = (),
+    ) -> None:
         self._stream = stream
-        self._stage, *indices = saved_state or (_BEFORE_FIRST_ITEM,)
-        self._separate_generators = set(indices)  # indices of generators with separate sequences
+        self._stage = stage
+        self._separate_generators = set(separate_generators)
+
+    @classmethod
+    def from_state(cls, stream: LoaderGenerator, saved_state: Sequence[int]) -> "SamplerHandover":
+        """Return an object for a pass that repeats an interrupted one.
+
+        Draws that had already moved the stream before the save do not move it again.
+
+        Args:
+            stream: Random number stream whose states the sampler starts with.
+            saved_state: Result of `state`.
+        """
+        stage, *separate_generators = saved_state
+        return cls(stream, PassStage(stage), separate_generators)
 
     @classmethod
     def without_effect(cls, stream: LoaderGenerator) -> "SamplerHandover":
         """Return an object that never moves the stream."""
-        return cls(stream, (_AFTER_END,))
+        return cls(stream, PassStage.AFTER_END)
 
     @classmethod
     def continue_older(cls, stream: LoaderGenerator) -> "SamplerHandover":
-        """Return an object for a pass that a version of Headway without handovers has saved.
+        """Return an object for a pass that was saved by an older version of Headway, which had no handovers.
 
         In such a version, the first item moved the process's global generators, but not a copy of them.
         """
-        return cls(stream, (_AFTER_FIRST_ITEM if stream.is_global else _BEFORE_FIRST_ITEM,))
+        return cls(stream, PassStage.AFTER_FIRST_ITEM if stream.is_global else PassStage.BEFORE_FIRST_ITEM)
 
     def record_first_item(self, states_before: States, states_after: States) -> None:
         """Let the stream continue after the draws for the sampler's first item.
@@ -65,41 +94,41 @@ class SamplerHandover:
             states_before: Global RNG states before these draws.
             states_after: Global RNG states after these draws.
         """
-        if self._stage == _BEFORE_FIRST_ITEM:
-            self._stage = _AFTER_FIRST_ITEM
+        if self._stage is PassStage.BEFORE_FIRST_ITEM:
+            self._stage = PassStage.AFTER_FIRST_ITEM
             changed = _find_changed(states_before, states_after)
             self._stream.write_states({index: states_after[index] for index in changed})
 
     def record_later_items(self, states_before: States, states_after: States) -> None:
-        """Separate the stream from the sequences of generators from which the sampler draws after its first item.
+        """Let the stream continue with a new sequence for each generator from which the sampler draws later items.
+
+        The sampler keeps the sequence that it draws from. Otherwise, both would draw the same numbers. Call this each time
+        the sampler has yielded items after its first one. A generator is separated only at its first such draw.
 
         Args:
-            states_before: Global RNG states before the sampler yielded some later items.
+            states_before: Global RNG states before the sampler yielded these items.
             states_after: Global RNG states after it yielded them.
         """
-        if self._stage != _AFTER_END:
-            changed = [
-                index for index in _find_changed(states_before, states_after) if index not in self._separate_generators
-            ]
-            self._separate_generators.update(changed)
-            self._stream.write_states({index: derive_state(states_before[index], index) for index in changed})
+        if self._stage is PassStage.AFTER_END:
+            return
+        changed = _find_changed(states_before, states_after)
+        newly_separate = [index for index in changed if index not in self._separate_generators]
+        self._separate_generators.update(newly_separate)
+        self._stream.write_states({index: derive_state(states_before[index], index) for index in newly_separate})
 
     def end_pass(self, states: States) -> None:
-        """Let the stream continue where separate sequences ended.
+        """Let the stream continue where the sampler's separate sequences ended. A second call has no effect.
 
         Args:
             states: Global RNG states after the sampler's last draw.
         """
-        if self._stage != _AFTER_END:
-            self._stage = _AFTER_END
+        if self._stage is not PassStage.AFTER_END:
+            self._stage = PassStage.AFTER_END
             self._stream.write_states({index: states[index] for index in sorted(self._separate_generators)})
 
     def state(self) -> list[int]:
-        """Return the progress of this pass: its stage, and the indices of generators with separate sequences.
-
-        The stage is 0 before the first item, 1 after it, and 2 after the last item.
-        """
-        return [self._stage, *sorted(self._separate_generators)]
+        """Return the progress of this pass: the number of its stage, and the indices of generators with separate sequences."""
+        return [int(self._stage), *sorted(self._separate_generators)]
 
 
 class DatasetHandover:
@@ -135,8 +164,8 @@ class DatasetHandover:
         if self._stream.is_global:  # training draws from it, so the dataset gets states from a drawn seed
             return str(self._broadcast(encode_seeded_states(self._stream.draw_seed())))
         text = str(self._broadcast(self._stream.lend_states()))
-        torch_state = decode_state(text.split(" ")[0], 0)
-        self._stream.write_states({0: derive_state(torch_state, 0)})
+        torch_state = decode_state(text.split(" ")[TORCH], TORCH)
+        self._stream.write_states({TORCH: derive_state(torch_state, TORCH)})
         return text
 
     def end_pass(self, torch_start: Any, changed: dict[int, Any]) -> None:
@@ -150,12 +179,12 @@ class DatasetHandover:
         """
         if self._stream.is_global:
             return
-        if 0 in changed:
-            self._stream.write_states({0: changed[0]})
-        elif not changed and self._stream.has_torch_state(derive_state(torch_start, 0)):
-            self._stream.write_states({0: torch_start})  # neither the dataset nor the stream has drawn anything
+        if TORCH in changed:
+            self._stream.write_states({TORCH: changed[TORCH]})
+        elif not changed and self._stream.has_torch_state(derive_state(torch_start, TORCH)):
+            self._stream.write_states({TORCH: torch_start})  # neither the dataset nor the stream has drawn anything
 
 
 def _find_changed(before: States, after: States) -> list[int]:
     """Return the indices of the generators whose states differ."""
-    return [index for index in range(3) if not has_same_state(before[index], after[index])]
+    return [index for index in (TORCH, PYTHON, NUMPY) if not has_same_state(before[index], after[index])]

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from headway.core.data.sampling.rng import (
     STATE_WRITERS,
+    TORCH,
     decode_torch_state,
     encode_global_states,
     encode_states_from_torch,
@@ -95,13 +96,13 @@ class LoaderGenerator:
         are given, it is advanced by one draw.
 
         Args:
-            states: States by the index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+            states: States by the index of the generator: `TORCH`, `PYTHON` or `NUMPY` (see `rng.py`).
         """
         if self.is_global:
             for index, state in states.items():
                 STATE_WRITERS[index](state)
-        elif 0 in states:
-            self._generator.set_state(states[0])
+        elif TORCH in states:
+            self._generator.set_state(states[TORCH])
         elif states:
             _draw_seed(self._generator)
 

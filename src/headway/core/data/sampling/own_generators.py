@@ -9,6 +9,8 @@ import torch
 
 from headway.core.data.feeds.protocol import State
 from headway.core.data.sampling.rng import (
+    NUMPY,
+    PYTHON,
     TWISTERS,
     Broadcast,
     complete_states_text,
@@ -56,7 +58,7 @@ class OwnGenerators:
     def start_epoch(self) -> None:
         """Start an epoch with the loaded states if there are any, or else with the generators' current states.
 
-        If an `broadcast` function was given, all ranks use rank 0's states. The states are stored, so that `rewind_epoch` can
+        If a `broadcast` function was given, all ranks use rank 0's states. The states are stored, so that `rewind_epoch` can
         return to them.
         """
         texts = self._read_states() if self._loaded_states is None else self._loaded_states
@@ -152,9 +154,9 @@ def _encode_generator(generator: OwnGenerator) -> str:
     if isinstance(generator, torch.Generator):
         return encode_torch_state(generator.get_state())
     if isinstance(generator, random.Random):
-        return f"random:{encode_state(generator.getstate(), 1)}"
+        return f"random:{encode_state(generator.getstate(), PYTHON)}"
     if isinstance(generator, numpy.random.RandomState):
-        return f"numpy:{encode_state(generator.get_state(), 2)}"
+        return f"numpy:{encode_state(generator.get_state(), NUMPY)}"
     bit_generator = generator.bit_generator
     return f"{type(bit_generator).__name__}:{json.dumps(bit_generator.state, default=lambda array: array.tolist())}"
 
@@ -170,10 +172,10 @@ def _write_generator(generator: OwnGenerator, text: str) -> None:
             generator.set_state(decode_torch_state(text))
     elif isinstance(generator, random.Random):
         if kind == "random":
-            generator.setstate(decode_state(state_text, 1))
+            generator.setstate(decode_state(state_text, PYTHON))
     elif isinstance(generator, numpy.random.RandomState):
         if kind == "numpy":
-            generator.set_state(decode_state(state_text, 2))
+            generator.set_state(decode_state(state_text, NUMPY))
     elif kind == type(generator.bit_generator).__name__:
         _write_bit_generator(generator.bit_generator, state_text)
 

@@ -43,12 +43,12 @@ class Position:
         self.restarts_epoch = False
         self.rank_batch = NO_BATCH
         self.is_running = False
-        self._is_resuming = False
-        self._requested_next_epoch: int | None = None
+        self._is_resuming = False  # whether the next pass continues a loaded position
+        self._requested_next_epoch: int | None = None  # epoch that `set_epoch` has set for the next pass
         self.num_passes = 0
         self.num_empty_passes = 0
         self.was_left_early = False
-        self._exception_at_exit: BaseException | None = None
+        self._exception_at_exit: BaseException | None = None  # being handled when the latest pass was left early
 
     @property
     def is_abandoned(self) -> bool:

@@ -1,6 +1,7 @@
 """Global RNG states of torch, Python and NumPy: replace them within a block, and convert them to text.
 
-Generators have indices in this package: 0 is torch's CPU generator, 1 Python's `random`, 2 NumPy's global RandomState.
+Generators have indices in this package: `TORCH` is torch's CPU generator, `PYTHON` Python's `random`, and `NUMPY` NumPy's
+global RandomState. Checkpoints contain these numbers.
 """
 
 import base64
@@ -16,12 +17,15 @@ import torch
 
 from headway.core.runtime import seed
 
+TORCH, PYTHON, NUMPY = 0, 1, 2
+"""Indices of the global generators."""
+
 Broadcast = Callable[[Any], Any]
 """Function that returns rank 0's value on every rank. All ranks must call it."""
 
 _PYTHON = struct.Struct("<?d")
 _NUMPY = struct.Struct("<iid")
-TWISTERS = {"random": 1, "numpy": 2}
+TWISTERS = {"random": PYTHON, "numpy": NUMPY}
 """Indices of Python's and NumPy's global generators, by the name of the generator in a saved state."""
 STATE_WRITERS: tuple[Callable[[Any], Any], ...] = (
     seed.write_torch_rng_state,
@@ -44,7 +48,7 @@ class GlobalGenerators:
 
     def __init__(self, states: States) -> None:
         self.states = states
-        self._outside = states
+        self._outer_states = states
 
     @classmethod
     def from_seed(cls, seed: int) -> "GlobalGenerators":
@@ -62,12 +66,12 @@ class GlobalGenerators:
         return cls(_read_global())
 
     def __enter__(self) -> None:
-        self._outside = _read_global()
+        self._outer_states = _read_global()
         _write_global(self.states)
 
     def __exit__(self, *_: object) -> None:
         self.states = _read_global()
-        _write_global(self._outside)
+        _write_global(self._outer_states)
 
 
 def encode_global_states() -> str:
@@ -114,8 +118,9 @@ def encode_state(state: object, index: int) -> str:
 
     Args:
         state: State as returned by torch, `random` or NumPy.
-        index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        index: Index of the generator: `TORCH`, `PYTHON` or `NUMPY`.
     """
+    # `_pack_states` needs all three states. The other two are placeholders.
     states: list[Any] = list(GlobalGenerators.from_seed(0).states)
     states[index] = state
     return _pack_states((states[0], states[1], states[2])).split(" ")[index]
@@ -126,7 +131,7 @@ def decode_state(text: str, index: int) -> Any:
 
     Args:
         text: Text of the state.
-        index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        index: Index of the generator: `TORCH`, `PYTHON` or `NUMPY`.
     """
     return _unpack_states(complete_states_text(text, index))[index]
 
@@ -138,7 +143,7 @@ def complete_states_text(text: str, index: int) -> str:
 
     Args:
         text: Text that `encode_state` returned.
-        index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        index: Index of the generator: `TORCH`, `PYTHON` or `NUMPY`.
     """
     texts = _pack_states(GlobalGenerators.from_seed(0).states).split(" ")
     texts[index] = text
@@ -167,7 +172,7 @@ def derive_state(state: Any, index: int) -> Any:
 
     Args:
         state: State of a global generator.
-        index: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        index: Index of the generator: `TORCH`, `PYTHON` or `NUMPY`.
     """
     digest = hashlib.blake2b(encode_state(state, index).encode(), digest_size=8, person=b"training").digest()
     return GlobalGenerators.from_seed(int.from_bytes(digest, "little") >> 1).states[index]
@@ -196,6 +201,7 @@ def _pack_states(states: States) -> str:
 
 
 def _unpack_states(text: str) -> States:
+    """Return the states of torch's, Python's and NumPy's generators from the text that `_pack_states` made."""
     first, second, third = (base64.b64decode(part) for part in text.split(" "))
     has_python_gauss, gauss = _PYTHON.unpack_from(second)
     words = tuple(numpy.frombuffer(second, "<u4", offset=_PYTHON.size).tolist())
@@ -216,6 +222,7 @@ def decode_torch_state(text: str) -> torch.Tensor:
 
 
 def _read_global() -> States:
+    """Return the RNG states of this process's global generators."""
     return seed.read_torch_rng_state(), random.getstate(), numpy.random.get_state()
 
 

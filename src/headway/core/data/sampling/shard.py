@@ -283,61 +283,6 @@ class BatchSplit:
         return [batch[rank * size : (rank + 1) * size] for rank in range(self.num_ranks)]
 
 
-def fill_by_cycling(samples: list[T], padding: list[T], size: int) -> list[T]:
-    """Return `samples` extended to `size` elements with elements of `padding`, which is repeated as often as needed.
-
-    If `samples` is long enough, it is returned unchanged. Otherwise the result is a new list.
-
-    Args:
-        samples: List to extend.
-        padding: Elements to append.
-        size: Minimum length of the result.
-    """
-    if len(samples) >= size:
-        return samples
-    return samples + list(islice(cycle(padding), size - len(samples)))
-
-
-def convert_to_list(samples: Sequence[T]) -> list[T]:
-    """Return the samples as a list. An array's elements become Python numbers, and a list is returned unchanged."""
-    if type(samples) is list:
-        return samples
-    to_list = getattr(samples, "tolist", None)
-    return to_list() if to_list is not None else list(samples)
-
-
-def _iterate_slices(order: Sequence[T], begin: int, end: int, size: int) -> Iterator[Sequence[T]]:
-    """Return an iterator over consecutive slices of `order[begin:end]` with `size` items each.
-
-    The last slice can be shorter.
-    """
-    starts = range(begin, end, size)
-    stops = range(begin + size, end + size, size)
-    # Maps run in C. A generator would be one more Python frame for each batch.
-    return map(order.__getitem__, map(slice, starts, stops))
-
-
-def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield pairs of (item, whether it is the last one), by reading one item ahead."""
-    iterator = iter(items)
-    for current in islice(iterator, 1):
-        for following in iterator:
-            yield current, False
-            current = following
-        yield current, True
-
-
-def _drop_samples(batches: Iterator[list[Any]], num_samples: int) -> Iterator[list[Any]]:
-    """Yield the batches without the first `num_samples` samples. The first batch that is yielded can be shorter."""
-    num_left = num_samples
-    for batch in batches:
-        if num_left < len(batch):
-            yield batch[num_left:]
-            break
-        num_left -= len(batch)
-    yield from batches
-
-
 @dataclass(frozen=True)
 class UpdateSplit:
     """Split of an epoch's order into updates of `samples_per_update` samples, and of each update into steps.
@@ -418,6 +363,7 @@ class UpdateSplit:
                 yield update[:num_samples]
 
     def _iterate_steps(self, update: Sequence[object]) -> Iterator[Sequence[Any]]:
+        """Return an iterator over the steps of an update, each of which is a slice of its samples."""
         num_steps = self._count_update_steps(len(update))
         return (update[_slice_part(len(update), step, num_steps)] for step in range(num_steps))
 
@@ -445,6 +391,70 @@ class UpdateSplit:
             rank: Rank whose first sample is located.
         """
         return rank * len(samples) // self.num_ranks
+
+
+def mark_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield pairs of (item, whether it is the last one), by reading one item ahead."""
+    iterator = iter(items)
+    try:
+        current = next(iterator)
+    except StopIteration:  # no items
+        return
+    for following in iterator:
+        yield current, False
+        current = following
+    yield current, True
+
+
+def convert_to_list(samples: Sequence[T]) -> list[T]:
+    """Return the samples as a list. An array's elements become Python numbers, and a list is returned unchanged."""
+    if type(samples) is list:
+        return samples
+    to_list = getattr(samples, "tolist", None)
+    return to_list() if to_list is not None else list(samples)
+
+
+def fill_by_cycling(samples: list[T], padding: list[T], size: int) -> list[T]:
+    """Return `samples` extended to `size` elements with elements of `padding`, which is repeated as often as needed.
+
+    If `samples` is long enough, it is returned unchanged. Otherwise the result is a new list.
+
+    Args:
+        samples: List to extend.
+        padding: Elements to append.
+        size: Minimum length of the result.
+    """
+    if len(samples) >= size:
+        return samples
+    return samples + list(islice(cycle(padding), size - len(samples)))
+
+
+def _iterate_slices(order: Sequence[T], begin: int, end: int, size: int) -> Iterator[Sequence[T]]:
+    """Return an iterator over consecutive slices of `order[begin:end]` with `size` items each.
+
+    The last slice can be shorter.
+
+    Args:
+        order: Order of an epoch's samples.
+        begin: Index of the first item.
+        end: Index after the last item.
+        size: Number of items in a slice.
+    """
+    starts = range(begin, end, size)
+    stops = range(begin + size, end + size, size)
+    # Maps run in C. A generator would be one more Python frame for each batch.
+    return map(order.__getitem__, map(slice, starts, stops))
+
+
+def _drop_samples(batches: Iterator[list[Any]], num_samples: int) -> Iterator[list[Any]]:
+    """Yield the batches without the first `num_samples` samples. The first batch that is yielded can be shorter."""
+    num_left = num_samples
+    for batch in batches:
+        if num_left < len(batch):
+            yield batch[num_left:]
+            break
+        num_left -= len(batch)
+    yield from batches
 
 
 def _slice_part(length: int, index: int, count: int) -> slice:

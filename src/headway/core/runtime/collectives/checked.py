@@ -23,7 +23,14 @@ from headway.common.callsite import find_call_site
 from headway.core.runtime.collective_ledger import CollectiveLedger, LedgerEntry
 from headway.core.runtime.collective_log import VOTE, CollectiveLog, RecordedCollective
 from headway.core.runtime.collectives.transferable import choose_arithmetic, make_transferable, view_as_transferable
-from headway.core.runtime.collectives.tree import Tree, describe_structure, list_tensors, map_tensors, require_tensors
+from headway.core.runtime.collectives.tree import (
+    Tree,
+    describe_structure,
+    list_tensors,
+    map_tensors,
+    replace_tensors,
+    require_tensors,
+)
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.group import MARGIN, can_carry_cpu, create_group, start_collectives
 from headway.core.runtime.process import ProcessRuntime
@@ -36,7 +43,6 @@ _NUM_HEADER_VALUES = 3
 """Number of values before them: the operation, a hash of the signature, and the number of values."""
 
 _NUMBER_REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
-
 
 # torch 2.13 has renamed this function.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -52,7 +58,22 @@ _OPERATIONS = (
     "barrier",
     VOTE,
     "stream_weights",
+    "loss weights",
+    "comparison before an update",
+    "clip_grad_norm_",
+    "clip_grad_value_",
 )
+"""Names of all collectives with a handshake, which carries the index of the name."""
+
+_JOINABLE_OPERATIONS = (
+    "numbers",
+    "objects",
+    "loss weights",
+    "comparison before an update",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+)
+"""Operations that can occur within a batch, so that a rank that has left the batch early can join them."""
 
 _UNPICKLABLE = -1
 """Size that a rank sends instead of the number of bytes if its object cannot be pickled."""
@@ -180,35 +201,47 @@ class Collectives:
 
     # ---------------------------------------------------------------- small numbers
 
-    def gather_numbers(self, values: Sequence[float], operation: str = "numbers") -> list[list[float]]:
+    def gather_numbers(
+        self, values: Sequence[float], operation: str = "numbers", signature: str = ""
+    ) -> list[list[float]]:
         """Return the `values` of every rank, as a list indexed by rank. Integers up to 2^53 are exact.
 
         Args:
             values: Numbers of this rank. Each rank must pass the same number of values.
             operation: Name of the collective, which must be equal on all ranks and one of `_OPERATIONS`. A different
                 name lets the handshake find ranks that exchange other numbers at this point. Default: "numbers".
+            signature: Text that must be equal on all ranks. Default: "".
         """
         if self.world_size == 1:
             return [list(values)]
-        return self._run_handshake(operation, "", values)
+        return self._run_handshake(operation, signature, values)
 
-    def start_sum(self, values: Sequence[float]) -> PendingHandshake | list[float]:
+    def start_sum(self, values: Sequence[float], operation: str = "numbers") -> PendingHandshake | list[float]:
         """Start summing `values` over the ranks, element by element, without waiting for the sums.
 
         Pass the returned object to `finish_sum`. It is the list of values itself if the group has one process.
 
         Args:
             values: Numbers of this rank, at most 32. Each rank must pass the same number of values.
+            operation: Name of the collective, as for `gather_numbers`. Default: "numbers".
 
         Raises:
             CollectiveError: If there are more than 32 values.
+            StateError: If the process group has ended.
         """
         if self.world_size == 1:
             return list(values)
-        return self._start_handshake("numbers", "", values)
+        return self._start_handshake(operation, "", values)
 
     def finish_sum(self, pending: PendingHandshake | list[float]) -> list[float]:
-        """Wait for a sum that `start_sum` started, and return the sum of each element over the ranks."""
+        """Wait for a sum that `start_sum` started, and return the sum of each element over the ranks.
+
+        Args:
+            pending: Object that `start_sum` returned.
+
+        Raises:
+            CollectiveError: If ranks are missing, or called a different collective.
+        """
         if isinstance(pending, list):
             return pending
         return [sum(column) for column in zip(*self._finish_handshake(pending))]
@@ -244,8 +277,7 @@ class Collectives:
         tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in list_tensors(tree)]
         if self.world_size == 1:
             require_tensors(tree, "gather")
-            own = iter(tensors)
-            return map_tensors(lambda _: next(own), tree)
+            return replace_tensors(tree, tensors)
         signature = describe_structure(tree) + "".join(f"|{t.dtype}{tuple(t.shape[1:])}" for t in tensors)
         sizes = self._run_handshake("gather", signature, [t.shape[0] for t in tensors])
         # Check only after the handshake. If ranks pass different structures, the handshake has raised on all of them.
@@ -255,8 +287,7 @@ class Collectives:
         for index, tensor in enumerate(tensors):
             sizes_by_rank = [int(row[index]) for row in sizes]
             gathered.append(self._gather_rows(tensor, sizes_by_rank))
-        replacements = iter(gathered)
-        return map_tensors(lambda _: next(replacements), tree)
+        return replace_tensors(tree, gathered)
 
     def _gather_rows(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Concatenate a tensor over all ranks along dim 0.
@@ -297,14 +328,18 @@ class Collectives:
             raise ConfigError(f"reduction={reduction!r} is unknown; allowed: {', '.join(_TENSOR_REDUCTIONS)}")
         tensors = list(list_tensors(tree))
         if self.world_size > 1:
-            signature = f"{reduction}{describe_structure(tree)}" + "".join(
-                f"|{t.dtype}{tuple(t.shape)}" for t in tensors
-            )
-            self._run_handshake("reduce", signature, ())
+            self._run_handshake("reduce", f"{reduction}{describe_structure(tree)}{_describe_tensors(tensors)}", ())
         require_tensors(tree, "reduce")
         return map_tensors(lambda tensor: self._reduce_one(tensor, reduction, scale), tree)
 
     def _reduce_one(self, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+        """Return the reduction of a tensor over all ranks, times `scale`, as a new tensor.
+
+        Args:
+            tensor: Tensor of this rank. It must have the same shape and dtype on all ranks.
+            reduction: "sum", "mean", "max" or "min".
+            scale: Factor of the result.
+        """
         working, result = choose_arithmetic(tensor.dtype, reduction)
         out = tensor.detach().to(working).clone(memory_format=torch.contiguous_format)
         if self.world_size > 1 and out.numel():
@@ -331,14 +366,13 @@ class Collectives:
             require_tensors(tree, "broadcast")
             return tree
         tensors = list(list_tensors(tree))
-        signature = f"{src}{describe_structure(tree)}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in tensors)
-        self._run_handshake("broadcast", signature, ())
+        self._run_handshake("broadcast", f"{src}{describe_structure(tree)}{_describe_tensors(tensors)}", ())
         require_tensors(tree, "broadcast")
 
         def send_tensor(tensor: torch.Tensor) -> torch.Tensor:
             out = view_as_transferable(tensor.detach()).clone(memory_format=torch.contiguous_format)
             if out.numel():
-                dist.broadcast(out, self._global_rank(src), group=self.get_group(out))
+                dist.broadcast(out, self._get_global_rank(src), group=self.get_group(out))
             return out.view(tensor.dtype) if out.dtype != tensor.dtype else out
 
         return map_tensors(send_tensor, tree)
@@ -358,7 +392,7 @@ class Collectives:
         """
         if self.world_size == 1:
             return
-        self._run_handshake("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in tensors), ())
+        self._run_handshake("broadcast", f"into {src}{_describe_tensors(tensors)}", ())
         views = [view_as_transferable(tensor.detach()) for tensor in tensors]
         # A tensor's strides can differ between ranks, but all ranks must transfer its elements in the same order.
         needs_copy = [index for index, t in enumerate(views) if not t.is_contiguous() or t.is_conj()]
@@ -369,6 +403,7 @@ class Collectives:
             self._broadcast_through_copy(views[index], src)
 
     def _broadcast_through_copy(self, tensor: torch.Tensor, src: int) -> None:
+        """Broadcast a tensor whose memory is not contiguous, through a contiguous copy."""
         copy = tensor.contiguous().resolve_conj()
         self.broadcast_in_place([copy], src)
         tensor.copy_(copy)
@@ -394,7 +429,7 @@ class Collectives:
             tensors: Contiguous tensors, in the same order on all ranks.
             src: Sender's rank within the group.
         """
-        root = self._global_rank(src)
+        root = self._get_global_rank(src)
         self._run_in_place(
             "broadcast in place",
             tensors,
@@ -506,7 +541,7 @@ class Collectives:
             data = torch.frombuffer(payload, dtype=torch.uint8)
         else:
             data = torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(data, self._global_rank(src), group=self._cpu_group)
+        dist.broadcast(data, self._get_global_rank(src), group=self._cpu_group)
         return obj if self.rank == src else pickle.loads(_view_bytes(data))
 
     def _raise_pickle_failures(self, sizes: Sequence[int], failure: Exception | None) -> None:
@@ -514,11 +549,14 @@ class Collectives:
 
         Args:
             sizes: Bytes of each rank's pickled object, or `_UNPICKLABLE`.
-            failure: Error that this rank's object raised.
+            failure: Error that this rank's object raised, which is raised again here. None if it was pickled.
+
+        Raises:
+            CollectiveError: If only other ranks' objects could not be pickled. The message lists these ranks.
         """
         if failure is not None:
             raise failure
-        failed = [self._global_rank(rank) for rank, size in enumerate(sizes) if size == _UNPICKLABLE]
+        failed = [self._get_global_rank(rank) for rank, size in enumerate(sizes) if size == _UNPICKLABLE]
         if failed:
             raise CollectiveError(
                 f"rank {', '.join(map(str, failed))} cannot send its object, because it cannot be pickled; see its traceback"
@@ -536,7 +574,7 @@ class Collectives:
             dst: Receiver's rank within the group.
         """
         with self._attendance.exclude_pair_messages():
-            dist.send(tensor, self._global_rank(dst), group=self._cpu_group)
+            dist.send(tensor, self._get_global_rank(dst), group=self._cpu_group)
 
     def receive(self, tensor: torch.Tensor, src: int) -> None:
         """Receive bytes from one rank, which calls `send`, into a CPU tensor.
@@ -548,7 +586,7 @@ class Collectives:
             src: Sender's rank within the group.
         """
         with self._attendance.exclude_pair_messages():
-            dist.recv(tensor, self._global_rank(src), group=self._cpu_group)
+            dist.recv(tensor, self._get_global_rank(src), group=self._cpu_group)
 
     # ---------------------------------------------------------------- the handshake
 
@@ -575,6 +613,17 @@ class Collectives:
         return rows
 
     def _start_handshake(self, operation: str, signature: str, numbers: Sequence[float]) -> PendingHandshake:
+        """Start to exchange the description of a call, and this rank's numbers, without waiting for the other ranks.
+
+        Args:
+            operation: Name of the operation.
+            signature: Description of the arguments. It must be equal on all ranks.
+            numbers: Numbers of this rank, equally many on all ranks.
+
+        Raises:
+            CollectiveError: If there are more than `MAX_HANDSHAKE_NUMBERS` numbers.
+            StateError: If the process group has ended.
+        """
         self.ensure_connected(operation)
         if len(numbers) > MAX_HANDSHAKE_NUMBERS:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {MAX_HANDSHAKE_NUMBERS}")
@@ -593,6 +642,14 @@ class Collectives:
         return PendingHandshake(entry, signature, len(numbers), rows, work)
 
     def _finish_handshake(self, pending: PendingHandshake) -> list[list[float]]:
+        """Wait for the other ranks' descriptions of a call, and return the numbers of all ranks, one list per rank.
+
+        Args:
+            pending: Handshake that `_start_handshake` has started.
+
+        Raises:
+            CollectiveError: If ranks are missing, or made a different call.
+        """
         try:
             if pending.work is not None:
                 pending.work.wait()
@@ -609,7 +666,7 @@ class Collectives:
 
     def list_ranks(self) -> list[int]:
         """Return the global ranks of the group."""
-        return [self._global_rank(rank) for rank in range(self.world_size)]
+        return [self._get_global_rank(rank) for rank in range(self.world_size)]
 
     def join_with_neutral_values(self, step: RecordedCollective) -> None:
         """Join a collective of the other ranks with values that do not change its result, such as zeros in a sum.
@@ -634,9 +691,9 @@ class Collectives:
                 self.broadcast_in_place(zeros, src)
             return
         operation, signature, count = step.values
-        if operation not in ("numbers", "objects"):
+        if operation not in _JOINABLE_OPERATIONS:
             raise CollectiveError(f"{operation} was called by the script in the middle of a batch")
-        if operation == "numbers":
+        if operation != "objects":
             self._finish_handshake(self._start_handshake(operation, signature, [0.0] * count))
             return
         payload, _ = _pickle_object(None)
@@ -644,14 +701,17 @@ class Collectives:
         self._gather_pickled(payload, None, [int(row[0]) for row in rows])
 
     def _choose_device(self, device_type: str) -> torch.device:
+        """Return this process's device if it has this type, else the current device of this type."""
         own = self.runtime.device
         return own if own.type == device_type else torch.device(device_type)
 
     def _raise_mismatch(self, pending: PendingHandshake) -> None:
+        """Raise a `CollectiveError` that lists the different calls of the ranks. Every rank must call it."""
         entry = pending.entry
         lines = self._all_gather_objects((entry.operation, entry.call_site, pending.signature, pending.num_numbers))
         calls = "\n".join(
-            f"  rank {self._global_rank(rank)}: {operation} #{entry.sequence} at {site} of {signature or 'nothing'}"
+            f"  rank {self._get_global_rank(rank)}: {operation} #{entry.sequence} at {site}"
+            + (f" of {signature}" if signature else "")
             for rank, (operation, site, signature, _) in enumerate(lines)
         )
         error = CollectiveError(
@@ -663,6 +723,7 @@ class Collectives:
         raise error
 
     def _all_gather_objects(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks in rank order, without a handshake before the exchange."""
         out: list[Any] = [None] * self.world_size
         dist.all_gather_object(out, obj, group=self._cpu_group)
         return out
@@ -670,12 +731,18 @@ class Collectives:
     def get_group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         """Return the process group that transfers a tensor: the CPU group for CPU tensors, else the main group.
 
-        None stands for torch's default group.
+        None means torch's default group.
         """
         return self._cpu_group if tensor.device.type == "cpu" else self.group
 
-    def _global_rank(self, rank: int) -> int:
+    def _get_global_rank(self, rank: int) -> int:
+        """Return the global rank of a rank of this group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _describe_tensors(tensors: Iterable[torch.Tensor]) -> str:
+    """Return the dtypes and shapes of tensors as text, which must be equal on all ranks."""
+    return "".join(f"|{tensor.dtype}{tuple(tensor.shape)}" for tensor in tensors)
 
 
 def _view_bytes(data: torch.Tensor) -> memoryview:
@@ -696,6 +763,7 @@ def _pickle_object(obj: Any) -> tuple[bytearray, Exception | None]:
 
 
 def _describe_missing_ranks(entry: LedgerEntry, error: RuntimeError) -> str:
+    """Return the error message for a handshake in which ranks are missing."""
     return (
         f"{entry.operation} at {entry.call_site}: not every rank made this call. A rank has ended, was lost, or does not make it. "
         f"Make the call on every rank, outside conditions on the rank ({str(error).partition('. ')[0]})"

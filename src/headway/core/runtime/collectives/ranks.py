@@ -43,12 +43,12 @@ class RankAware:
 
     @property
     def device(self) -> torch.device:
-        """Device that this process computes on."""
+        """Device that this process computes on, such as `cuda:1`. Prepared models and batches are moved to it."""
         return self.runtime.device
 
     @property
     def num_processes(self) -> int:
-        """Number of processes in the run."""
+        """Number of processes in the run, on all machines (the world size)."""
         return self.runtime.world_size
 
     @property
@@ -84,28 +84,44 @@ class RankAware:
     # ---------------------------------------------------------------- decorators and order
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Call `print()` on local rank 0 of each machine only."""
+        """Call Python's `print` with these arguments, on local rank 0 of each machine only. No rank waits."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
     def on_main_process(self, function: Function | None = None) -> Any:
         """Decorate a function so that it runs on rank 0 only and returns None on the other ranks.
 
-        Without `function`, return the decorator.
+        The other ranks do not wait for rank 0, so the function must contain no collective. Call the decorated function
+        on every rank or on some.
+
+        Args:
+            function: Function to decorate. None (the default): return the decorator.
+
+        Example::
+
+            @accelerator.on_main_process
+            def report(loss):
+                print(f"loss {loss:.3f}")
         """
         return self._limit_to_ranks(function, lambda rank, _: rank == 0)
 
     def on_local_main_process(self, function: Function | None = None) -> Any:
         """Decorate a function so that it runs on local rank 0 of each machine only and returns None on other ranks.
 
-        Without `function`, return the decorator.
+        The other ranks do not wait, so the function must contain no collective.
+
+        Args:
+            function: Function to decorate. None (the default): return the decorator.
         """
         return self._limit_to_ranks(function, lambda _, local: local == 0)
 
     def on_last_process(self, function: Function | None = None) -> Any:
         """Decorate a function so that it runs on the highest rank only and returns None on the others.
 
-        Without `function`, return the decorator.
+        The other ranks do not wait, so the function must contain no collective.
+
+        Args:
+            function: Function to decorate. None (the default): return the decorator.
         """
         last = self.num_processes - 1
         return self._limit_to_ranks(function, lambda rank, _: rank == last)
@@ -114,8 +130,8 @@ class RankAware:
         """Decorate a function so that it runs on one rank only and returns None on the others.
 
         Args:
-            function: Function to decorate. Default: None, to return the decorator.
-            process_index: Rank that runs it. Required.
+            function: Function to decorate. None (the default): return the decorator.
+            process_index: Rank among all processes that runs it, from 0. Required, although the default is None.
 
         Raises:
             ConfigError: If `process_index` is missing or is not a rank of the run.
@@ -127,8 +143,8 @@ class RankAware:
         """Decorate a function so that it runs on one local rank of each machine only and returns None on the others.
 
         Args:
-            function: Function to decorate. Default: None, to return the decorator.
-            local_process_index: Local rank that runs it. Required.
+            function: Function to decorate. None (the default): return the decorator.
+            local_process_index: Local rank that runs it, from 0. Required, although the default is None.
 
         Raises:
             ConfigError: If `local_process_index` is missing or is not a local rank of this machine.
@@ -138,6 +154,16 @@ class RankAware:
 
     @staticmethod
     def _check_index(index: int | None, count: int, name: str) -> int:
+        """Return a given rank or local rank if it is in range.
+
+        Args:
+            index: Rank to check. None if the caller gave none, which is an error.
+            count: Number of ranks, or of local ranks.
+            name: Name of the argument, for the message.
+
+        Raises:
+            ConfigError: If the index is None or out of range.
+        """
         if index is None or not 0 <= index < count:
             raise ConfigError(f"{name}={index!r}; give a number from 0 to {count - 1}")
         return index
@@ -159,14 +185,27 @@ class RankAware:
         return run
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has called wait_for_everyone()."""
+        """Wait until every process has called this method (a barrier). A single process does not wait.
+
+        Only the host waits. Work that is queued on an accelerator is not awaited.
+
+        Raises:
+            CollectiveError: If another rank calls a different collective instead, has failed, or does not call in time.
+            StateError: If the process group has ended.
+        """
         self.collectives.barrier()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Return a context manager whose `with` block runs on rank 0 first.
+        """Return a context manager whose `with` block runs on rank 0 first, for example to fill a cache of data.
 
-        The other ranks enter the block after rank 0 has left it, even if rank 0 has left it with an error.
+        Every rank must enter it. The other ranks enter the block after rank 0 has left it, even if rank 0 has left it
+        with an error. The block must contain no collective.
+
+        Example::
+
+            with accelerator.main_process_first():
+                dataset = download_and_tokenize()  # the other ranks find the files in the cache
         """
         yield from self._run_first(self.is_main_process)
 
@@ -174,11 +213,17 @@ class RankAware:
     def local_main_process_first(self) -> Iterator[None]:
         """Return a context manager whose `with` block runs first on local rank 0 of each machine.
 
-        The other ranks enter the block after every local rank 0 has left it, even if one has left it with an error.
+        Every rank must enter it. The other ranks enter the block after every local rank 0 has left it, even if one has
+        left it with an error. The block must contain no collective. Use it if machines do not share a disk.
         """
         yield from self._run_first(self.is_local_main_process)
 
     def _run_first(self, is_first: bool) -> Iterator[None]:
+        """Yield once, on the first ranks before all others. This is the body of a context manager.
+
+        Args:
+            is_first: Whether this rank is one of the first. The other ranks wait until these have left the `with` block.
+        """
         if not is_first:
             self.wait_for_everyone()
         try:
@@ -189,25 +234,40 @@ class RankAware:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Return a context manager that yields this process's part of `inputs`.
+        """Return a context manager that yields this process's part of `inputs`, for inference without a DataLoader.
 
-        `headway.core.runtime.collectives.tree.split_inputs` describes how each type is split.
+        Items are divided into consecutive parts, in rank order. If they cannot be divided evenly, the first ranks get
+        one item more; with fewer items than ranks, some parts are empty. No rank communicates or waits. Every rank must
+        pass equal inputs.
 
         Args:
             inputs: List, tuple, tensor, NumPy array, Hugging Face Dataset, or a dict of these with equal lengths.
-            apply_padding: Whether to pad all parts to one length by repeating the last item. Default: False.
+                Tensors and arrays are split along dimension 0.
+            apply_padding: Whether to pad all parts to one length by repeating the last item, so that results can be
+                gathered. Remove the repeated results after the gather. Default: False.
+
+        Yields:
+            The part, with the type of `inputs`. A dict contains the part of each value.
 
         Raises:
             DataError: If the type is not supported, or the values of a dict differ in length.
+
+        Example::
+
+            with accelerator.split_between_processes(["a", "b", "c"]) as prompts:
+                ...  # of 2 processes, rank 0 gets ["a", "b"], rank 1 gets ["c"]
         """
         yield split_inputs(inputs, self.num_processes, self.process_index, apply_padding)
 
     def set_trigger(self) -> None:
-        """Make the next `check_trigger` return True on every rank."""
+        """Make the next `check_trigger` return True on every rank. Any rank may call it, without waiting."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger` since the last check. Call this on every rank."""
+        """Return whether any rank has called `set_trigger` since the last True result, and reset the trigger.
+
+        It is a collective, so call it on every rank.
+        """
         was_triggered = self.collectives.reduce_numbers([float(self._is_triggered)], "max")[0] > 0
         if was_triggered:
             self._is_triggered = False
@@ -232,10 +292,16 @@ class RankAware:
     def reduce(self, tensor: Tree, reduction: str = "sum", scale: float = 1.0) -> Tree:
         """Combine tensors over all ranks, element by element. All ranks must call this with equal shapes.
 
+        "mean" divides by the number of ranks, whatever the number of samples on each. `reduce_mean` weights ranks.
+
         Args:
             tensor: Tensor or nested structure of tensors.
-            reduction: "sum", "mean", "max" or "min". Default: "sum".
+            reduction: "sum", "mean", "max" or "min". The sum of booleans is the number of True values. The mean of
+                integers is a float tensor. Default: "sum".
             scale: Factor by which the result is multiplied. Default: 1.0.
+
+        Returns:
+            New tensors without a graph, on every rank, in the structure of `tensor` and on its device.
 
         Raises:
             ConfigError: If the reduction is unknown.
@@ -247,11 +313,17 @@ class RankAware:
     def pad_across_processes(self, tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
         """Pad tensors along one dimension to the largest length on any rank, so that they can be gathered.
 
+        All ranks must call this. Dimension 0 needs no padding for `gather` and `gather_for_metrics`.
+
         Args:
             tensor: Tensor or nested structure of tensors. A tensor without dimension `dim` is returned unchanged.
             dim: Dimension to pad; negative numbers count from the end. Default: 0.
             pad_index: Value of the padding. Default: 0.
             pad_first: Whether to pad before the data instead of after it. Default: False.
+
+        Returns:
+            Padded tensors, in the structure of `tensor` and on its device. A tensor with the largest length is not
+            copied.
 
         Raises:
             CollectiveError: If ranks differ in structure, dtype or number of dimensions.
@@ -269,7 +341,11 @@ class RankAware:
             weight: Number of items in the sum.
 
         Returns:
-            A 0-d float64 tensor on the CPU. It is NaN if `weight` is zero on all ranks.
+            A 0-d float64 tensor on the CPU, equal on all ranks. It is NaN if `weight` is zero on all ranks.
+
+        Example::
+
+            accuracy = accelerator.reduce_mean((predictions == targets).sum(), targets.numel())
         """
         sums = self._shard_readers.reduce_numbers([float(total), float(weight)])
         return torch.tensor(sums[0] / sums[1] if sums[1] else float("nan"), dtype=torch.float64)

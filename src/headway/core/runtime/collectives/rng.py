@@ -39,15 +39,19 @@ def resolve_generator_names(rng_types: Sequence[str]) -> list[str]:
 
 
 def _is_device(name: str) -> bool:
+    """Whether a name of an RNG type, such as "cuda", stands for the generator of an accelerator."""
     return name in _VENDORS or (name not in ("cpu", "meta") and is_device_type(name))
 
 
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
-    """Copy rank 0's RNG states to all ranks. All ranks must call this. Do nothing in a run with a single process.
+    """Copy rank 0's RNG states to all ranks, so that they draw equal numbers from now on. All ranks must call this.
+
+    In a run with a single process, nothing changes.
 
     Args:
-        rng_types: Any of "python", "numpy", "torch", "device" (or its type, such as "cuda"), "generator".
-        generator: Generator to synchronize if `rng_types` contains "generator".
+        rng_types: Any of "python", "numpy", "torch" (the host's), "device" (that of this process's device, also by its
+            type, such as "cuda"), "generator".
+        generator: Generator to synchronize if `rng_types` contains "generator". Default: None.
 
     Raises:
         ConfigError: If a name is unknown, or "generator" is named and no generator is given.

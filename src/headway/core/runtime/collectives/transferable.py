@@ -34,6 +34,7 @@ def is_transferable(tensor: torch.Tensor) -> bool:
 
 
 def _view_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that backends can transfer. For a lazy conjugate, it shows the values in memory, without conjugation."""
     return tensor.conj() if tensor.is_conj() else view_as_transferable(tensor)
 
 

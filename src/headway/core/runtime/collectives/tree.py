@@ -53,6 +53,13 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
 
 
 def _map_special(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool]) -> Tree:
+    """Apply a function to the leaves of a mapping, sequence or dataclass of a special type, and rebuild the container.
+
+    Args:
+        fn: Function from a leaf to its replacement.
+        tree: Container, or a leaf.
+        is_leaf: Function that returns whether to treat a container as a leaf.
+    """
     if isinstance(tree, Mapping):
         return rebuild_mapping(tree, {key: map_leaves(fn, value, is_leaf) for key, value in tree.items()})
     if isinstance(tree, tuple | list):
@@ -125,6 +132,17 @@ def rebuild_sequence(template: object, items: Iterable[Any]) -> Any:
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """Apply `fn` to every tensor of a nested structure. Other leaves are returned unchanged."""
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def replace_tensors(tree: Tree, tensors: Iterable[torch.Tensor]) -> Tree:
+    """Return a nested structure with other tensors. Other leaves are unchanged.
+
+    Args:
+        tree: Nested structure.
+        tensors: New tensors, in the order of `list_tensors`.
+    """
+    replacements = iter(tensors)
+    return map_tensors(lambda _: next(replacements), tree)
 
 
 def copy_containers(tree: Tree) -> Tree:
@@ -217,6 +235,7 @@ def require_tensors(tree: Tree, operation: str) -> None:
 
 
 def _describe_leaf(leaf: Any) -> str:
+    """Return the type of a leaf, and its shape or the start of its repr, for messages."""
     kind = type(leaf)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     if isinstance(leaf, numpy.ndarray):
@@ -225,6 +244,7 @@ def _describe_leaf(leaf: Any) -> str:
 
 
 def _suggest_tensor(leaf: Any) -> str:
+    """Return advice for a leaf that is not a tensor, in a call that accepts only tensors."""
     if isinstance(leaf, bool | int | float | complex | numpy.generic):
         return "Write torch.tensor(value, device=accelerator.device); for a mean over ranks, reduce_mean(total, weight)"
     if isinstance(leaf, numpy.ndarray):
@@ -261,8 +281,16 @@ def describe_structure(tree: Tree) -> str:
 def find_batch_size(tree: Tree) -> int | None:
     """Return the size of dim 0 of the first non-0-d tensor in a batch, or None if there is no such tensor.
 
-    For a PackedSequence, return the number of its sequences.
+    It is this rank's number of rows. In a mapping with `input_ids`, this tensor counts, because `pixel_values` before it
+    can have one entry per image or patch. For a PackedSequence, return the number of its sequences.
+
+    Args:
+        tree: Tensor, or nested lists, tuples, dicts and dataclasses with tensors, such as a batch of a DataLoader.
     """
+    if isinstance(tree, Mapping):
+        input_ids = tree.get("input_ids")
+        if isinstance(input_ids, torch.Tensor) and input_ids.ndim > 0:
+            return int(input_ids.shape[0])
     for leaf in list_leaves(tree):
         if isinstance(leaf, PackedSequence):
             return int(leaf.batch_sizes[0])  # always a CPU tensor
@@ -323,6 +351,7 @@ def move_object(item: Any, device: torch.device, non_blocking: bool = False) -> 
 
 
 def _knows_non_blocking(item: Any) -> bool:
+    """Whether an object's own `to` method accepts the argument `non_blocking`."""
     try:
         parameters = inspect.signature(item.to).parameters
     except (TypeError, ValueError):  # no signature, as for functions written in C
@@ -340,8 +369,7 @@ def concatenate(trees: list[Tree], dim: int = 0) -> Tree:
     if len(structures) != 1:
         raise DataError(f"cannot concatenate trees of {len(structures)} different structures: {sorted(structures)}")
     columns = zip(*(list_tensors(tree) for tree in trees))
-    concatenated = iter([torch.cat(column, dim=dim) for column in columns])
-    return map_tensors(lambda _: next(concatenated), trees[0])
+    return replace_tensors(trees[0], [torch.cat(column, dim=dim) for column in columns])
 
 
 def slice_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
@@ -389,10 +417,17 @@ def compute_slice_bounds(num_items: int, num_parts: int, index: int) -> tuple[in
     """Return the pair (start, stop) of part `index` when `num_items` items are divided into `num_parts` parts.
 
     The first `num_items % num_parts` parts have one more item than the others.
+
+    Args:
+        num_items: Number of items.
+        num_parts: Number of parts.
+        index: Index of the part, from 0.
     """
-    size, rest = divmod(num_items, num_parts)
-    start = index * size + min(index, rest)
-    return start, start + size + (index < rest)
+    size, num_larger = divmod(num_items, num_parts)
+    start = index * size + min(index, num_larger)
+    if index < num_larger:
+        size += 1
+    return start, start + size
 
 
 def split_inputs(inputs: Any, num_parts: int, index: int, apply_padding: bool = False) -> Any:
@@ -427,6 +462,14 @@ def split_inputs(inputs: Any, num_parts: int, index: int, apply_padding: bool = 
 
 
 def _take_rows(inputs: Any, start: int, stop: int, num_missing: int) -> Any:
+    """Return the rows `start` to `stop` - 1 of a batch, followed by `num_missing` copies of its last row.
+
+    Args:
+        inputs: Tensor, array, sequence, or Hugging Face Dataset.
+        start: Index of the first row.
+        stop: Index after the last row.
+        num_missing: Number of additional rows.
+    """
     last = len(inputs) - 1
     if isinstance(inputs, torch.Tensor):
         return torch.cat([inputs[start:stop], *[inputs[-1:]] * num_missing]) if num_missing else inputs[start:stop]

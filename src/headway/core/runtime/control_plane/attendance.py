@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from headway.common import scope
 from headway.common.callsite import Frame, find_user_frame
-from headway.core.runtime import heartbeat, process, pulse
+from headway.core.runtime import heartbeat, heartbeat_file, process
 from headway.core.runtime.control_plane.control import Control, current
 from headway.core.runtime.control_plane.roll_call import name_ranks
 from headway.core.runtime.control_plane.store import get_first_line
@@ -157,14 +157,17 @@ class Attendance:
         self._num_excluded = 0
         # Number of collectives at the start of `exclude_pair_messages`; -1 outside of it.
         self._pair_messages_start = -1
-        self._latest_calls: deque[Progress] = deque(maxlen=_NUM_LATEST_CALLS)
+        self._latest_calls: deque[Progress] = deque(maxlen=_NUM_LATEST_CALLS)  # progress at each of the latest calls
         self._joins_every_call = False
+        # Progress, number of collectives, and `_joins_every_call`, as this rank has published them last.
         self._last_published: list[object] = []
-        self._announced_keys: deque[str] = deque()
+        self._announced_keys: deque[str] = deque()  # key prefixes of this rank's latest calls, oldest first
+        # Seconds between two checks for waiting ranks, and between two publications while a rank waits. Larger in large
+        # runs, so that the store can answer all ranks.
         self._idle_interval = _IDLE_INTERVAL
         self._wait_interval = _WAIT_INTERVAL
-        self._control: Control | None = None
-        self._runtime_number = ""
+        self._control: Control | None = None  # None before `start`, and in a run with a single process
+        self._runtime_number = ""  # number of the process's runtime, which is part of all keys
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway-attendance", daemon=True)
 
@@ -230,7 +233,12 @@ class Attendance:
         return num_collectives - self._num_excluded
 
     def count_micro_batch(self, window: int, number: int) -> None:
-        """Count a micro-batch that is about to start. The arguments are those of `StepHooks.micro_batch_begun`. They are unused."""
+        """Count a micro-batch that is about to start. This is a listener of `StepHooks.micro_batch_begun`.
+
+        Args:
+            window: Number of the accumulation window. Unused.
+            number: Number of the micro-batch in the window. Unused.
+        """
         progress = self._progress
         self._progress = Progress(progress.collectives, progress.micro_batches + 1)
 
@@ -274,7 +282,7 @@ class Attendance:
             return CallParticipants((0,), call_site, note=note)
         if self._is_stopped.is_set():  # the runtime has ended, and no rank answers any more
             return CallParticipants(tuple(range(control.world_size)), call_site, note=note)
-        own = pulse.get_own_pulse()
+        own = heartbeat_file.get_own_file()
         own.set_transfer(self._progress.call_name)
         try:
             return self._determine_participants(control, call_site, note)
@@ -282,6 +290,16 @@ class Attendance:
             own.set_transfer("")
 
     def _determine_participants(self, control: Control, call_site: str, note: str) -> CallParticipants:
+        """Agree with the other ranks on which of them take part in a call.
+
+        Each rank reports its arrival. If all arrive, the last one publishes that no rank is absent. If not, the first one to
+        arrive publishes which ranks have moved past the call, and everyone reads this decision.
+
+        Args:
+            control: Control plane of the run.
+            call_site: Location of the call in the script.
+            note: Text of this rank. If ranks are absent, all ranks get the note of the first rank that takes part.
+        """
         key = self._make_key(str(self._progress))
         self._delete_old_key(control, key)
         control.set(f"{key}/{control.rank}", note.encode())
@@ -404,6 +422,7 @@ class Attendance:
     # ---------------------------------------------------------------- answering other ranks
 
     def _run(self) -> None:
+        """Publish this rank's position, as the thread of this object, whenever another rank waits for it."""
         assert self._control is not None
         is_awaited = False
         try:
@@ -430,6 +449,7 @@ class Attendance:
             )
 
     def _make_key(self, name: str) -> str:
+        """Return the key of a value of this runtime in the control plane's store."""
         return f"calls/{self._runtime_number}/{name}"
 
 

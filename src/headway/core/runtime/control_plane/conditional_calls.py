@@ -29,7 +29,7 @@ class RankConditionalCallCheck:
     def __init__(self, runtime: ProcessRuntime, strategy: str) -> None:
         self._runtime = runtime
         self._strategy = strategy
-        self._seen: set[tuple[tuple[int, int], ...]] = set()
+        self._checked_stacks: set[tuple[tuple[int, int], ...]] = set()
 
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise `UnsupportedError` before a forward of the model starts if another rank does not run this forward.
@@ -64,9 +64,9 @@ class RankConditionalCallCheck:
         attendance = self._runtime.scope.get_or_create(Attendance)
         attendance.count_call(action)
         stack = trace_calls(_DEPTH)
-        if stack in self._seen:
+        if stack in self._checked_stacks:
             return
-        self._seen.add(stack)
+        self._checked_stacks.add(stack)
         participants = attendance.find_current_participants()
         if participants.absence:
             raise UnsupportedError(

@@ -19,7 +19,7 @@ from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
 from headway.common.callsite import find_call_site
 from headway.common.sealing import Seal, UnsealedCounter
-from headway.core.runtime import process, pulse
+from headway.core.runtime import heartbeat_file, process
 from headway.core.runtime.control_plane.roll_call import find_process_location, name_ranks
 from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.core.runtime.control_plane.store import (
@@ -78,11 +78,11 @@ class Control:
         self._link = link
         # The launcher's hang watch has more information, so let it report first.
         self._vote_timeout = timeout + MARGIN if link is not None and link.is_launched else timeout
-        self._extension = timedelta()
+        self._extension = timedelta()  # added to the time limit of votes
         self._num_votes = 0
         # One connection for the votes of all threads, because requests on a connection are processed in order.
         self._vote_store: SealedStore | None = None
-        self._failure = ""
+        self._failure = ""  # reason why an earlier vote has failed, after which no vote is possible
         self._local_store = SealedStore(HashStore(), "own", Seal(b"", UnsealedCounter(log.warning)))
 
     # ---------------------------------------------------------------- votes
@@ -114,7 +114,7 @@ class Control:
         if self._failure:
             raise ControlPlaneError(f"no more votes after one that failed ({self._failure}); end the run")
         self._num_votes += 1
-        own = pulse.get_own_pulse()
+        own = heartbeat_file.get_own_file()
         entered = own.enter_collective("vote", find_call_site())
         try:
             if self._vote_store is None:
@@ -140,6 +140,20 @@ class Control:
         self._extension = timedelta(seconds=seconds)
 
     def _cast_vote(self, store: SealedStore, values: Sequence[float], op: Op, timeout: timedelta) -> list[float]:
+        """Add this rank's numbers to the current vote, and return the combined numbers once all ranks have voted.
+
+        The last rank to arrive computes the result and publishes it. If all numbers of all ranks are 0, it reads none of them.
+
+        Args:
+            store: Store of the control plane.
+            values: Numbers of this rank.
+            op: Operation that combines the numbers of all ranks.
+            timeout: Maximum time to wait for the other ranks.
+
+        Raises:
+            ControlPlaneError: If ranks have not voted at the timeout.
+            CollectiveError: If ranks voted about different things.
+        """
         number = self._num_votes
         head = _HEAD.pack(number, _CODES[op], len(values))
         store.set(f"vote/{self.rank}", head + struct.pack(f"<{len(values)}d", *values))
@@ -178,6 +192,17 @@ class Control:
         return head + struct.pack(f"<{len(values)}d", *(_REDUCTIONS[op](column) for column in zip(*rows)))
 
     def _parse_result(self, result: bytes, head: bytes, values: Sequence[float]) -> list[float]:
+        """Return the numbers in a published result.
+
+        Args:
+            result: Published bytes: the header of the vote, and the numbers unless all of them are 0.
+            head: Header of this rank's own vote.
+            values: Numbers of this rank.
+
+        Raises:
+            CollectiveError: If the headers differ, because ranks voted about different things.
+            ControlPlaneError: If the result contradicts this rank's numbers.
+        """
         if result[: _HEAD.size] != head:
             description = f"rank {self.rank}: {_describe_vote(head)}; others: {_describe_vote(result)}"
             if _HEAD.unpack_from(result)[0] == _MISMATCH:
@@ -208,14 +233,17 @@ class Control:
         locations = {rank: find_process_location(store, rank) for rank in missing[:8]}
         hosts = "; ".join(f"rank {rank}: {location}" for rank, location in locations.items() if location)
         progress = _describe_progress()
+        what_is_missing = name_ranks(missing) if missing else "nobody, but its result"
+        own_progress = f" ({progress} here)" if progress else ""
+        pronoun = "it" if len(missing) == 1 else "them"
         return (
-            f"vote {number} missed {name_ranks(missing) if missing else 'nobody, but its result'} for {timeout.total_seconds():g} s: "
-            f"{name_ranks(present)} voted{f' ({progress} here)' if progress else ''}. See what keeps "
-            f"{'it' if len(missing) == 1 else 'them'} "
+            f"vote {number} missed {what_is_missing} for {timeout.total_seconds():g} s: "
+            f"{name_ranks(present)} voted{own_progress}. See what keeps {pronoun} "
             f"({hosts or 'nothing is known of where'}), or give more time with --timeout"
         )
 
     def _describe_lost_store(self, error: DistError) -> str:
+        """Return the error message for a store whose host process has ended or cannot be reached."""
         assert self._link is not None
         host_process = self._link.address.hosted_by
         reason = f"{host_process}, which hosted the control plane, is gone"
@@ -305,13 +333,14 @@ def _read_vote_number(store: SealedStore, rank: int) -> int:
 
 
 def _describe_vote(vote: bytes) -> str:
+    """Return the operation, the number of values and the number of a vote from its header, as text."""
     number, code, count = _HEAD.unpack_from(vote)
     return f"{list(_REDUCTIONS)[code]} of {count} values in its vote {number}"
 
 
 def _describe_progress() -> str:
     """Return the number of updates that this rank has completed, as text; "" before the first update."""
-    reading = pulse.get_own_pulse().read()
+    reading = heartbeat_file.get_own_file().read()
     return f"update {reading.update}" if reading.update else ""
 
 
@@ -339,4 +368,4 @@ def note_progress(update: int, micro_step: int) -> None:
         update: Number of updates so far.
         micro_step: Number of micro-batches in the current accumulation window.
     """
-    pulse.get_own_pulse().note_progress(update, micro_step)
+    heartbeat_file.get_own_file().note_progress(update, micro_step)

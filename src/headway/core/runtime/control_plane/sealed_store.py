@@ -73,6 +73,12 @@ class SealedStore:
         return self._store.delete_key(key)
 
     def _open_value(self, key: str, sealed: bytes) -> bytes | None:
+        """Return a value without its HMAC, or None if it was not written by this run. Such a value is counted, for a warning.
+
+        Args:
+            key: Key of the value.
+            sealed: Bytes in the store.
+        """
         value = self._seal.open_message(f"{self._name}/{key}", sealed)
         if value is None:
             description = (
@@ -82,6 +88,12 @@ class SealedStore:
         return value
 
     def _open_or_raise(self, key: str, sealed: bytes) -> bytes:
+        """Return a value without its HMAC. Raise `ControlPlaneError` if the value was not written by this run.
+
+        Args:
+            key: Key of the value.
+            sealed: Bytes in the store.
+        """
         value = self._open_value(key, sealed)
         if value is None:
             raise ControlPlaneError(

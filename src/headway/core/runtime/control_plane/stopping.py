@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from headway.common import scope
 from headway.core.config.preemption import Deadline
-from headway.core.runtime import heartbeat, process, pulse
+from headway.core.runtime import heartbeat, heartbeat_file, process
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.control import Control, current
 from headway.core.runtime.control_plane.roll_call import name_ranks
@@ -105,13 +105,16 @@ class StopAgreement:
         self._flags = SignalFlags(signals)
         self._deadline = deadline
         self._name = name
-        self._position = CheckPosition(0, -1)
-        self._target: CheckPosition | None = None
-        self._can_stop_in_window = False
-        self._is_at_target = False
-        self._request_time = 0.0
-        self._has_posted_again = False
-        self._attempt = 0
+        # Written by the main thread, and read by this object's thread.
+        self._position = CheckPosition(0, -1)  # of the latest check
+        self._is_at_target = False  # whether the main thread is in a check at which it wants to stop
+        # Written by this object's thread.
+        self._request_time = 0.0  # time of the stop request in seconds on the monotonic clock
+        self._has_posted_again = False  # whether positions were posted a second time, because no rank has stopped
+        # Used by the main thread only.
+        self._target: CheckPosition | None = None  # check at which to stop; None before the ranks have agreed
+        self._can_stop_in_window = False  # whether to stop even if an accumulation window is open
+        self._attempt = 0  # number of checks at which the ranks tried to stop, and did not
         self._window_start = time.monotonic()
         self._window_seconds = (0.0, 0.0)  # durations of the last two accumulation windows, the older one first
         self._is_ended = threading.Event()
@@ -124,18 +127,19 @@ class StopAgreement:
             StateError: If called outside the main thread.
         """
         self._flags.start()
-        pulse.get_own_pulse().set_saves_on_signal(True)
+        heartbeat_file.get_own_file().set_saves_on_signal(True)
         heartbeat.stop_before_shutdown(self._end_thread)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread and restore the signal handlers. Outside the main thread, the handlers stay installed."""
         self._end_thread()
-        pulse.get_own_pulse().set_saves_on_signal(False)
+        heartbeat_file.get_own_file().set_saves_on_signal(False)
         if threading.current_thread() is threading.main_thread():  # only the main thread may restore handlers
             self._flags.stop(then_ignore=self.is_agreed)
 
     def _end_thread(self) -> None:
+        """Ask the thread that watches for requests to end, and wait for it, up to 5 seconds."""
         self._is_ended.set()
         self._flags.has_arrived.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -172,6 +176,16 @@ class StopAgreement:
         return self._decide_to_stop(position, *describe_position())
 
     def _decide_to_stop(self, position: CheckPosition, script_position: str, is_open: bool) -> bool:
+        """Return whether all ranks stop at this check, after a stop request. Wait for the other ranks at the target.
+
+        Args:
+            position: Position of this check.
+            script_position: Description of this rank's place in the script.
+            is_open: Whether an accumulation window is open. Ranks then stop only if windows are long.
+
+        Raises:
+            ControlPlaneError: If another rank does not answer the request in time.
+        """
         if self._target is None:
             self._target, window_seconds = self._agree_on_target("post")
             self._can_stop_in_window = window_seconds > MAX_FINISHED_SECONDS
@@ -271,11 +285,13 @@ class StopAgreement:
             time.sleep(0.005)
 
     def _make_key(self, name: str) -> str:
+        """Return the key of a value of this agreement in the control plane's store."""
         return f"stopping/{self._name}/{name}"
 
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        """Look for stop requests of this rank and of others, and answer them, as the thread of this object."""
         try:
             while not self._is_ended.is_set():
                 self._flags.has_arrived.wait(POLL_INTERVAL)
@@ -296,7 +312,7 @@ class StopAgreement:
         rank ends the process instead.
         """
         own_request = self._describe_own_request()
-        if own_request and pulse.get_own_pulse().is_run_over and not self._flags.has_previous_handler:
+        if own_request and heartbeat_file.get_own_file().is_run_over and not self._flags.has_previous_handler:
             # Apply the default action of SIGTERM: another rank has failed, and the failure was reported.
             os._exit(128 + signal.SIGTERM)
         request_key = self._make_key("asked")

@@ -52,8 +52,7 @@ class StoreAddress:
     Attributes:
         host: Host of the server.
         port: Port of the server.
-        attempt: Key prefix, equal on all ranks. Each attempt has a different prefix. An attempt is one start of all
-            ranks of the run.
+        attempt: Prefix of the store's keys, equal on all ranks. Each start of all ranks has a different prefix.
         hosted_by: Process that hosts the store: `AGENT` (the launcher's agent) or `RANK_0`.
         key: Secret of the run in hexadecimal. In an address that is published for the rendezvous, it is the salt with
             which each process derives the run's secret from the user's secret.
@@ -124,9 +123,9 @@ class StoreLink:
         self.has_host_finished = False
         self._timeout = timeout
         self._server = server
-        self._connections = threading.local()
+        self._connections = threading.local()  # each thread's client of the store
         self._is_closed = threading.Event()
-        self._host_socket: socket.socket | None = None
+        self._host_socket: socket.socket | None = None  # connection that shows whether the store's host is alive
         self._thread = threading.Thread(target=self._watch_for_abort, name="headway-control", daemon=True)
         if not self.is_launched:
             self._thread.start()
@@ -140,7 +139,7 @@ class StoreLink:
     def store(self) -> SealedStore:
         """Client of the store for the calling thread.
 
-        Its keys begin with the prefix of the current attempt of the run. An attempt is one start of all ranks.
+        Its keys begin with the prefix of the last start of all ranks.
 
         Raises:
             LaunchError: If the store cannot be reached.
@@ -153,6 +152,11 @@ class StoreLink:
         return store
 
     def _connect_client(self) -> TCPStore:
+        """Connect to the control plane's store.
+
+        Raises:
+            LaunchError: If it cannot be reached within the timeout.
+        """
         host, port = self.address.host, self.address.port
         try:
             return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
@@ -317,6 +321,11 @@ def wait_for_keys(store: SealedStore, keys: Sequence[str], timeout: timedelta) -
     The keys are polled at increasing intervals.
 
     torch's own wait runs in C++. It would not react to signals and would log two lines at every timeout.
+
+    Args:
+        store: Store of the control plane.
+        keys: Keys to wait for.
+        timeout: Maximum time to wait.
     """
     start, seconds = time.monotonic(), timeout.total_seconds()
     names = list(keys)

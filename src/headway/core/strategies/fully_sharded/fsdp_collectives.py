@@ -17,7 +17,7 @@ from headway.core.runtime.collective_ledger import LedgerEntry
 from headway.core.runtime.collective_log import CollectiveLog, RecordedCollective
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded.fsdp_state import iterate_groups
-from headway.core.weights.shards import get_dtype_name
+from headway.core.weights.tensor_bytes import get_dtype_name
 from headway.errors import CollectiveError
 
 LOG_NAME = "fsdp"
@@ -30,7 +30,7 @@ _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = "gather", "scatter", "total"
 """Kinds of collectives. The all-reduce over replicas follows a reduce-scatter (HSDP)."""
 
 _NAMES = {_ALL_GATHER: "all-gather", _REDUCE_SCATTER: "reduce-scatter", _ALL_REDUCE: "all-reduce"}
-_MAX_NAME_LENGTH = 32  # maximum characters of an operation's name in `headway.core.runtime.pulse`
+_MAX_NAME_LENGTH = 32  # maximum characters of an operation's name in `headway.core.runtime.heartbeat_file`
 _OPERATIONS = {"AVG": dist.ReduceOp.AVG, "SUM": dist.ReduceOp.SUM}
 
 
@@ -89,6 +89,7 @@ class FSDPUnit:
         return dist.get_process_group_ranks(self._get_process_group(kind))
 
     def _get_process_group(self, kind: str) -> Any:
+        """Return torch's process group for a kind of collective: all-gather, reduce-scatter or all-reduce."""
         if kind == _ALL_GATHER:
             return self.group._all_gather_process_group
         if kind == _REDUCE_SCATTER:
@@ -225,7 +226,7 @@ class CommHooks:
 def name_operation(operation: str, unit: str) -> str:
     """Return a name for a unit's operation, short enough for the status that a process publishes.
 
-    Long unit names are shortened at the start. The status is defined in `headway.core.runtime.pulse`.
+    Long unit names are shortened at the start. The status is defined in `headway.core.runtime.heartbeat_file`.
     """
     max_length = _MAX_NAME_LENGTH - len(operation) - len(" of ")
     if len(unit) > max_length:

@@ -5,8 +5,11 @@ None. Autograd sees the unsharded parameters, not the shards that the module tre
 access to both.
 """
 
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +18,7 @@ from headway.common.optional import LazyModule
 from headway.core.config.parallelism import ShardingOptions
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies._torch import list_param_groups
+from headway.core.strategies.output_tensors import list_hidden_tensors, list_output_tensors
 from headway.errors import PrepareError, UnsupportedError
 
 fsdp = LazyModule("torch.distributed.fsdp")
@@ -84,7 +88,7 @@ def reduce_unused_parameters(model: torch.nn.Module) -> None:
             module.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
 
 
-def set_missing_gradient_dtypes(frozen: Iterable[Any]) -> list[Any]:
+def set_missing_gradient_dtypes(groups: Iterable[Any]) -> list[Any]:
     """Set the gradient dtypes of parameter groups in which all parameters were frozen before.
 
     FSDP sets the dtypes at the first forward, from the parameters that are trainable then. A group with only frozen
@@ -92,13 +96,13 @@ def set_missing_gradient_dtypes(frozen: Iterable[Any]) -> list[Any]:
     compute dtype.
 
     Args:
-        frozen: Groups that had no gradient dtypes at the last call.
+        groups: All groups, or those that had no gradient dtypes at the last call.
 
     Returns:
         Groups that still have no gradient dtypes.
     """
     without_dtypes = []
-    for group in frozen:
+    for group in groups:
         if not hasattr(group, "_orig_dtype"):  # the module's first forward, which sets the dtypes, has not run yet
             without_dtypes.append(group)
             continue
@@ -140,31 +144,40 @@ def defer_reduction(model: Any) -> Iterator[None]:
 
 
 def list_generation_methods(model: Any) -> list[str]:
-    """Return ["generate"] for an encoder-decoder model of transformers that generates text, and [] for other models.
+    """Return ["generate"] if the model's `generate` may use parameters of the root's unit outside of its forward, else [].
 
-    `generate` calls the encoder before it calls the model's forward. The encoder uses parameters of the root's unit,
-    such as the embedding that it shares with the decoder, which FSDP gathers only in the root's forward.
+    FSDP gathers these parameters only in the root's forward. Decoder-only models of transformers generate with their
+    forward. Encoder-decoder models call their encoder first, whose embedding is often shared with the decoder. Other
+    models, such as PeftModels, call `generate` of a model in them, and so never the root's forward.
     """
+    if not callable(getattr(model, "generate", None)):
+        return []
+    generation = sys.modules.get("transformers.generation")
+    is_transformers_model = generation is not None and isinstance(model, generation.GenerationMixin)
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", None) is True
-    return ["generate"] if is_encoder_decoder and callable(getattr(model, "generate", None)) else []
+    return [] if is_transformers_model and not is_encoder_decoder else ["generate"]
 
 
-def add_forward_methods(model: Any, names: Iterable[str]) -> None:
+def add_forward_methods(model: Any, names: Iterable[str], other_models: Iterable[torch.nn.Module] = ()) -> None:
     """Make the named methods gather parameters, as forward does.
 
     Args:
         model: Sharded model.
         names: Names of the methods.
+        other_models: Other models of the Accelerator, which may have methods that `model` lacks.
 
     Raises:
-        PrepareError: If the model has no such method.
+        PrepareError: If no model has such a method.
     """
+    other_models = tuple(other_models)
     for name in names:
-        if not callable(getattr(model, name, None)):
+        if callable(getattr(model, name, None)):
+            fsdp.register_fsdp_forward_method(model, name)
+        elif not any(callable(getattr(other, name, None)) for other in other_models):
             raise PrepareError(
-                f"ShardingOptions(forward_methods=...) names {name!r}, but {type(model).__name__} has no such method"
+                f"ShardingOptions(forward_methods=...) names {name!r}, but {type(model).__name__} has no such method. If another "
+                "model has it, pass both models to one prepare() call"
             )
-        fsdp.register_fsdp_forward_method(model, name)
 
 
 def defer_gradients(model: Any, is_deferred: bool = True) -> None:
@@ -222,10 +235,75 @@ def list_unreduced_gradients(records: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _reduce_gradients(model: torch.nn.Module) -> None:
+    """Run FSDP's own steps after a backward for all groups of parameters, which reduce the gradients."""
     for group in list_groups(model):
         group.post_backward()
     for unit in list(iterate_sharded_modules(model))[:1]:  # the root's callback covers all units
         unit._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+
+def watch_outputs(model: torch.nn.Module) -> None:
+    """Make FSDP's backward hooks run for all outputs of its units, also for those that torch does not support.
+
+    These are output tensors in objects that are no containers, such as distributions, and views that are changed in place
+    after the forward. Without the hooks, FSDP would neither gather parameters for backward nor reduce their gradients.
+    """
+    # torch warns of each view that a unit returns, whether or not it is changed. With the hooks of `_ViewHooks`, a change
+    # does no harm.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    for module in iterate_sharded_modules(model):
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        state._register_pre_backward_hook = partial(_register_hooks, state)
+
+
+def _register_hooks(state: Any, output: Any) -> Any:
+    """Put FSDP's backward hooks on all tensors of an output that require grad, and return the output.
+
+    Args:
+        state: FSDP's state of the module that has returned the output.
+        output: Output of the module's forward.
+    """
+    register = type(state)._register_pre_backward_hook
+    if torch.is_grad_enabled():
+        hidden = list_hidden_tensors(output)
+        if hidden:
+            register(state, hidden)
+        for view in list_output_tensors(output):
+            if view.requires_grad and view._base is not None:
+                _ViewHooks(state, view)
+    return register(state, output)
+
+
+class _ViewHooks:
+    """Hooks that run FSDP's pre-backward for an output that is a view, also if the view is changed in place.
+
+    An in-place operation, as in `logits /= temperature`, gives a view a new node in the graph. The hook that FSDP puts on
+    the view belongs to the old node, which is no longer part of the graph. The nodes that computed the view's base remain.
+
+    Args:
+        state: FSDP's state of the module that has returned the view.
+        view: Output tensor that is a view and requires grad.
+    """
+
+    def __init__(self, state: Any, view: torch.Tensor) -> None:
+        self._state = state
+        self._has_run = False
+        view.register_hook(self._note_run)  # type: ignore[no-untyped-call]
+        if view._base is not None and view._base.requires_grad:
+            view._base.register_hook(self._run_pre_backward)  # type: ignore[no-untyped-call]
+
+    def _note_run(self, grad: torch.Tensor) -> None:
+        """Record that FSDP's own hook, which is on the same node, runs in this backward."""
+        self._has_run = True
+
+    def _run_pre_backward(self, grad: torch.Tensor) -> None:
+        """Run FSDP's pre-backward unless its own hook has run. A backward reaches the base after the view.
+
+        The base can be the unit's input. A second run would then gather the unit again after its backward.
+        """
+        if not self._has_run:
+            self._state._pre_backward(grad)
+        self._has_run = False
 
 
 def run_post_forward(model: torch.nn.Module, output: Any) -> Any:

@@ -26,8 +26,8 @@ class ShardWrites:
         named = [(name, p) for name, p in model.named_parameters() if is_dtensor(p) and _is_everywhere(p)]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._increase_per_step = [0] * len(named)
-        self._versions_before_step: list[int] | None = None
+        self._increase_per_step = [0] * len(named)  # of each parameter's version counter
+        self._versions_before_step: list[int] | None = None  # None if the step in progress is not measured
         self._measures_next_step = False
         self.record_versions()
 
@@ -66,15 +66,18 @@ class ShardWrites:
             did_step: Whether the update was made. False: it was skipped.
         """
         if self._versions_before_step is None:
-            self._num_steps += did_step
+            self._num_steps += int(did_step)
             return
-        now = self._read_versions()
+        versions = self._read_versions()
         if did_step:
-            self._increase_per_step = [after - before for after, before in zip(now, self._versions_before_step)]
-        self._start_versions = now
+            self._increase_per_step = [
+                version - earlier_version for version, earlier_version in zip(versions, self._versions_before_step)
+            ]
+        self._start_versions = versions
         self._num_steps = 0
 
     def _read_versions(self) -> list[int]:
+        """Return the version counter of each parameter: the sum of those of the DTensor and of its local shard."""
         return [parameter._version + dtensors.get_local_shard(parameter)._version for parameter in self._parameters]
 
 

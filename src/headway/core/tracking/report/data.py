@@ -1,16 +1,4 @@
-"""Data of a report: find and load runs, and place their values on step and time axes.
-
-`series.py` then downsamples long series to buckets that keep all extremes. nan and inf are marked separately. A chart
-is a few hundred pixels wide. Of a million values, each column of pixels can show only the lowest value, the highest
-value and where most values are. So a bucket keeps minimum, maximum and mean. The area between minimum and maximum
-covers exactly the pixels that a line through all values would cover. This is the argument of Jugel, Jerzak,
-Hackenbroich and Markl, "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014. Their method, M4, draws
-a line through the first, last, lowest and highest point of each column.
-
-A smoothed line can be computed from means without bias. Points chosen by shape, such as those of LTTB (Steinarsson,
-2013), do not allow this and can omit extremes. Unlike M4's, these buckets contain equal numbers of values rather
-than equal spans, because they are drawn over two axes.
-"""
+"""Data of a report: load runs from their logs, and place their values and events on step and time axes."""
 
 import math
 import os
@@ -18,34 +6,25 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from headway.common.garbage import pause_garbage_collection
-from headway.common.object_path import ObjectPath, to_path
-from headway.common.text import join_names
-from headway.core import extensions
+from headway.common.object_path import to_path
+from headway.core.tracking.report.log_search import find_log
 from headway.core.tracking.runlog import FILE, list_leaves
 from headway.core.tracking.runlog_reader import LoggedRun, ProcessStart, read_run
 from headway.errors import ConfigError
 
-Point = tuple[float, float, float]
+PlacedPoint = tuple[float, float, float]
 """Triple of step, seconds since the start of the run, and value."""
 
-MAX_MARKS = 150
-"""Maximum number of marks for non-finite values in one series. If there are more, neighboring marks are merged."""
 _MAX_STEP = 2**53
 """Largest step up to which a float can represent all integers. The page's script stores steps as floats."""
 _MIN_SPEED_POINTS = 10
-_MAX_DEPTH = 5
-"""Maximum depth of the folders that are searched for runs, counted from a given folder.
-
-Those of `make demo` are four folders below the clone.
-"""
-_MAX_ENTRIES = 20_000
-"""Maximum number of directory entries that a search for nearby runs reads, which takes less than 0.1 s."""
+"""Minimum number of points for a chart of steps per second."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +79,7 @@ class RunData:
     is_finished: bool = False
     ends_in_partial_line: bool = False
     damaged_lines: list[int] = field(default_factory=list)
-    series: dict[str, list[Point]] = field(default_factory=dict)
+    series: dict[str, list[PlacedPoint]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     events: list[PlacedEvent] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -116,77 +95,6 @@ class RunData:
     def restarts(self) -> list[float]:
         """Times of process restarts, in seconds since the start of the run."""
         return [start.time - self.start_time for start in self.starts[1:] if math.isfinite(start.time)]
-
-
-def find_log(path: Path) -> Path:
-    """Return the path of the run log for `path`.
-
-    The log is `path` itself, `log.jsonl` in the folder `path`, or the only log up to five folders below it. A log in an
-    object store is downloaded, and the path of the local copy is returned.
-
-    Raises:
-        ConfigError: If there is no log, or more than one. The message names runs in nearby folders of this machine.
-    """
-    if isinstance(path, ObjectPath):
-        local_log: Path | None = extensions.load("feature", "mirror_log").fetch_log(path)
-        if local_log is None:
-            raise ConfigError(
-                f"{path} contains no {FILE}, or several. Give the folder of one run that contains a {FILE}"
-            )
-        return local_log
-    if os.path.isfile(path):
-        return path
-    if os.path.isfile(path / FILE):
-        return path / FILE
-    if not os.path.isdir(path):
-        existing = next((parent for parent in path.absolute().parents if os.path.isdir(parent)), Path("/"))
-        raise ConfigError(
-            f"there is no run at {path}: give the folder of a run, which contains a {FILE}, or that file; "
-            f"{_describe_runs_below(existing)}"
-        )
-    folders = sorted(str(log.parent) for log in _find_logs_below(path))
-    if len(folders) == 1:
-        return Path(folders[0]) / FILE
-    if folders:
-        names = " ".join(folders[:5]) + (f" and {len(folders) - 5} more" if len(folders) > 5 else "")
-        raise ConfigError(f"{path} contains no {FILE} itself, but folders below it do: headway report {names}")
-    raise ConfigError(
-        f"{path} is not a run: there is no {path / FILE}, and none up to {_MAX_DEPTH} folders below; "
-        f"{_describe_runs_below(path.absolute().parent)}"
-    )
-
-
-def _describe_runs_below(folder: Path) -> str:
-    """Return a clause for error messages that names the runs up to `_MAX_DEPTH` folders below `folder`, newest first."""
-    logs = sorted(_find_logs_below(folder), key=os.path.getmtime, reverse=True)
-    if not logs:
-        return f"no run was found in {folder}, or up to {_MAX_DEPTH} folders below it"
-    return f"there are runs at {join_names([os.path.relpath(log.parent) for log in logs])}"
-
-
-def _find_logs_below(folder: Path) -> Iterator[Path]:
-    """Yield the run logs in `folder` and up to `_MAX_DEPTH` folders below it. Hidden folders are not searched.
-
-    The search ends after about `_MAX_ENTRIES` directory entries, because the folder might be a large one, such as the
-    home directory.
-    """
-    folders = [folder]  # at the current depth
-    num_entries = 0
-    for _ in range(_MAX_DEPTH + 1):
-        subfolders: list[Path] = []
-        for current in folders:
-            if not os.access(current, os.R_OK | os.X_OK):
-                continue
-            with os.scandir(current) as entries:
-                for entry in islice(entries, _MAX_ENTRIES):
-                    num_entries += 1
-                    if entry.name == FILE and entry.is_file():
-                        yield Path(entry.path)
-                    elif not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
-                        subfolders.append(Path(entry.path))
-            if num_entries > _MAX_ENTRIES:
-                return
-        folders = subfolders
 
 
 def load(paths: Sequence[Path]) -> list[RunData]:
@@ -264,7 +172,7 @@ def _find_time_range(run: LoggedRun) -> tuple[float, float]:
     return min(finite_times, default=0.0), max(finite_times, default=0.0)
 
 
-def _measure_steps_per_second(points: Sequence[Point], restarts: Sequence[float]) -> Iterator[Point]:
+def _measure_steps_per_second(points: Sequence[PlacedPoint], restarts: Sequence[float]) -> Iterator[PlacedPoint]:
     """Yield points with the steps per second between two logged values, for runs that do not log their speed.
 
     Intervals that contain a restart are skipped.
@@ -292,11 +200,11 @@ class _StepAxis:
 
     def __init__(self, series: Iterable[Sequence[tuple[int | None, float, Any]]], start_time: float) -> None:
         # The longest series with steps shows at which time the run had reached which step.
-        series_with_steps = (
-            [(moment, step) for step, moment, _ in points if step is not None]
-            for points in sorted(series, key=len, reverse=True)
-        )
-        longest = sorted(next(filter(None, series_with_steps), []))
+        longest: list[tuple[float, int]] = []  # pairs of (time, step)
+        for points in sorted(series, key=len, reverse=True):
+            longest = sorted((moment, step) for step, moment, _ in points if step is not None)
+            if longest:
+                break
         self.start_time = start_time
         self.has_steps = bool(longest)
         self._times = [moment for moment, _ in longest]
@@ -314,7 +222,7 @@ class _StepAxis:
             step = self._steps[max(0, bisect_right(self._times, moment) - 1)]
         return max(-_MAX_STEP, min(_MAX_STEP, step))
 
-    def place_points(self, logged: Sequence[tuple[int | None, float, Any]]) -> list[Point]:
+    def place_points(self, logged: Sequence[tuple[int | None, float, Any]]) -> list[PlacedPoint]:
         """Return logged numbers as points (step, seconds since the run's start, value), in the order of their steps.
 
         A value without a step gets the step that the run had reached at that time. If no value of the run has a step,
@@ -324,10 +232,10 @@ class _StepAxis:
             logged: Tuples of (step or None, seconds since 1970, value).
         """
         start_time = self.start_time
-        points: list[Point]
+        points: list[PlacedPoint]
         # The usual case is handled without a function call for each of up to millions of points.
         if all(type(value) is float and step is not None for step, _, value in logged):
-            points = [(step or 0, moment - start_time, value) for step, moment, value in logged]
+            points = [(step or 0, moment - start_time, value) for step, moment, value in logged]  # `or 0` is for mypy
         else:
             points = [
                 self._place_point(step, moment, value) for step, moment, value in logged if not isinstance(value, str)
@@ -335,14 +243,18 @@ class _StepAxis:
         points.sort(key=itemgetter(0))
         has_far_steps = bool(points) and not -_MAX_STEP <= points[0][0] <= points[-1][0] <= _MAX_STEP
         has_finite_times = math.isfinite(sum(map(itemgetter(1), points)))
-        if has_far_steps or not has_finite_times:
-            points = [
-                (max(-_MAX_STEP, min(_MAX_STEP, step)), seconds if math.isfinite(seconds) else 0.0, value)
-                for step, seconds, value in points
-            ]
+        if has_far_steps or not has_finite_times:  # only a damaged or foreign log has such values
+            points = [_limit_point(point) for point in points]
         return points
 
-    def _place_point(self, step: int | None, moment: float, value: float) -> Point:
+    def _place_point(self, step: int | None, moment: float, value: float) -> PlacedPoint:
+        """Return a point of a series: (step, seconds since the run's start, value).
+
+        Args:
+            step: Logged step, or None if the value was logged without one.
+            moment: Time of the entry in seconds since the epoch.
+            value: Logged number.
+        """
         try:
             number = float(value)
         except OverflowError:  # an integer beyond the range of floats
@@ -363,29 +275,46 @@ def _collect_events(run: LoggedRun, axis: _StepAxis) -> list[PlacedEvent]:
         for event in run.events
     ]
     # Restarts by the launcher are events in the log. Others, such as a scheduler's, show only as the next start.
-    logged_restarts = [index for index, event in enumerate(events) if event.kind == "restart"]
+    restart_indices = [index for index, event in enumerate(events) if event.kind == "restart"]
     next_start_times = [*(start.time for start in run.starts[2:]), math.inf]
     for start, next_start_time in zip(run.starts[1:], next_start_times, strict=False):
-        logged = [index for index in logged_restarts if start.time - 1 <= run.events[index].time < next_start_time - 1]
         step = axis.find_step(start.last_step, start.time)
-        details: dict[str, Any] = {}
-        if start.last_step is not None:
-            details["after_step"] = start.last_step
-        if math.isfinite(start.time - start.last_time):
-            details["pause_seconds"] = max(0.0, start.time - start.last_time)
-        if logged:
-            event = events[logged[0]]
+        details = _describe_pause(start)
+        # An event belongs to the start at most a second after it, because its time can be slightly earlier.
+        logged_at = (
+            index for index in restart_indices if start.time - 1 <= run.events[index].time < next_start_time - 1
+        )
+        index = next(logged_at, None)
+        if index is not None:
             # Details of a scheduler's restart contain a count of 0, which explains nothing.
-            logged_details = {name: value for name, value in event.details.items() if value}
+            logged_details = {name: value for name, value in events[index].details.items() if value}
             # The new process had not counted any update yet, so place the sign where the run had stopped.
-            events[logged[0]] = replace(event, step=step, details=logged_details | details)
+            events[index] = replace(events[index], step=step, details=logged_details | details)
         elif not start.is_after_end:
             seconds = axis.find_seconds(start.time)
             events.append(PlacedEvent("restart", step, seconds, {"attempt": start.attempt} | details, has_step=False))
     return sorted(events, key=lambda event: event.seconds)
 
 
+def _describe_pause(start: ProcessStart) -> dict[str, Any]:
+    """Return the details of a restart: the last step before it, and the seconds without a process, if they are known."""
+    details: dict[str, Any] = {}
+    if start.last_step is not None:
+        details["after_step"] = start.last_step
+    if math.isfinite(start.time - start.last_time):
+        details["pause_seconds"] = max(0.0, start.time - start.last_time)
+    return details
+
+
+def _limit_point(point: PlacedPoint) -> PlacedPoint:
+    """Return a point whose step is at most `_MAX_STEP` in magnitude, and whose time is finite."""
+    step, seconds, value = point
+    limited_step = max(-_MAX_STEP, min(_MAX_STEP, step))
+    return limited_step, seconds if math.isfinite(seconds) else 0.0, value
+
+
 def _has_partial_line(path: Path) -> bool:
+    """Whether the last line of a file has no newline, because the file is being written or its writer was killed."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size == 0:

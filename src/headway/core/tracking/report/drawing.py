@@ -7,13 +7,22 @@ from types import ModuleType
 from typing import Any
 
 from headway.common.optional import require
-from headway.core.tracking.report import looks
 from headway.core.tracking.report.data import RunData
-from headway.core.tracking.report.looks import format_value
-from headway.core.tracking.report.panels import MIN_BUCKETS, Panel, build_panels, find_step_range, find_value_range
+from headway.core.tracking.report.event_kinds import find_event_kind, select_drawn_events
+from headway.core.tracking.report.line_styles import LINE_COLORS, choose_color
+from headway.core.tracking.report.number_formats import format_value
+from headway.core.tracking.report.panels import (
+    MIN_BUCKETS,
+    ChartLine,
+    Panel,
+    build_panels,
+    find_step_range,
+    find_value_range,
+)
 from headway.errors import ConfigError
 
-_TONES = {"bad": "#c62f3b", "warn": "#b26a00", "good": "#00815d", "calm": "#8a8983"}
+_TONE_COLORS = {"bad": "#c62f3b", "warn": "#b26a00", "good": "#00815d", "calm": "#8a8983"}
+"""Color of an event's line by the event's tone, as in `style.css`. With several runs, the line has the run's color."""
 _MARKS = {"inf": ("^", 1.0), "-inf": ("v", 0.0)}
 """Marker and relative height for infinite values. Any other non-finite value is drawn as a cross at the top."""
 
@@ -45,7 +54,8 @@ def draw_charts(runs: Sequence[RunData], folder: Path) -> list[Path]:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    panels, paths = build_panels(runs, MIN_BUCKETS), []
+    panels = build_panels(runs, MIN_BUCKETS)
+    paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, panel in enumerate(panels, 1):
@@ -62,22 +72,17 @@ def draw_charts(runs: Sequence[RunData], folder: Path) -> list[Path]:
 
 
 def _draw_chart(axes: Any, panel: Panel, runs: Sequence[RunData], step_range: tuple[float, float]) -> None:
-    """Draw one chart on matplotlib axes: its lines, and vertical lines for the events of the runs."""
+    """Draw one chart on matplotlib axes: its lines, and vertical lines for the events of the runs.
+
+    Args:
+        axes: matplotlib's `Axes`.
+        panel: Chart to draw.
+        runs: Runs of the report. The lines of the chart refer to them by index.
+        step_range: First and last value of the horizontal axis: steps, or seconds if some run has no steps.
+    """
     for line in panel.lines:
-        series, color = line.series, looks.LINE_COLORS[looks.choose_color(line.color)]
-        if series.lows:
-            axes.fill_between(
-                series.steps, _to_floats(series.lows), _to_floats(series.highs), color=color, alpha=0.18, lw=0
-            )
-        label = " · ".join(part for part in (runs[line.run].label if len(runs) > 1 else "", line.label) if part)
-        style, marker = "--" if line.is_dashed else "-", "o" if line.is_dotted else None
-        means = _to_floats(series.means)
-        axes.plot(
-            series.steps, means, style, color=color, label=_escape_label(label) or None, lw=1.5, marker=marker, ms=4
-        )
-        for mark in series.marks:
-            sign, height = _MARKS.get(mark.kind, ("x", 1.0))
-            axes.plot(mark.steps[0], height, sign, color=color, transform=axes.get_xaxis_transform(), clip_on=False)
+        run_label = runs[line.run].label if len(runs) > 1 else ""
+        _draw_line(axes, line, label=" · ".join(part for part in (run_label, line.label) if part))
     _draw_event_lines(axes, runs)
     has_steps = all(run.has_steps for run in runs)
     axes.set(xlim=step_range, ylim=find_value_range(panel), xlabel="step" if has_steps else "time")
@@ -91,22 +96,50 @@ def _draw_chart(axes: Any, panel: Panel, runs: Sequence[RunData], step_range: tu
         axes.legend(fontsize=8, frameon=False)
 
 
+def _draw_line(axes: Any, line: ChartLine, label: str) -> None:
+    """Draw a series: its means as a line, the range of its values as an area, and its marks.
+
+    Args:
+        axes: Axes of matplotlib.
+        line: Line of a chart.
+        label: Text for the legend; "" for none.
+    """
+    series, color = line.series, LINE_COLORS[choose_color(line.color)]
+    if series.lows:
+        lows, highs = _to_floats(series.lows), _to_floats(series.highs)
+        axes.fill_between(series.steps, lows, highs, color=color, alpha=0.18, lw=0)
+    axes.plot(
+        series.steps,
+        _to_floats(series.means),
+        "--" if line.is_dashed else "-",
+        color=color,
+        label=_escape_label(label) or None,
+        lw=1.5,
+        marker="o" if line.is_dotted else None,
+        ms=4,
+    )
+    for mark in series.marks:
+        sign, height = _MARKS.get(mark.kind, ("x", 1.0))
+        axes.plot(mark.steps[0], height, sign, color=color, transform=axes.get_xaxis_transform(), clip_on=False)
+
+
 def _draw_event_lines(axes: Any, runs: Sequence[RunData]) -> None:
     """Draw a labeled vertical line for each event with a line. Events of one color at one step share a line."""
     labels: dict[tuple[float, str], dict[str, None]] = {}  # ordered sets of texts, by step and color
     for index, run in enumerate(runs):
-        for event in looks.select_drawn_events(run):
-            kind = looks.find_event_kind(event.kind)
+        for event in select_drawn_events(run):
+            kind = find_event_kind(event.kind)
             if kind.has_line:
-                color = looks.LINE_COLORS[looks.choose_color(index)] if len(runs) > 1 else _TONES[kind.tone]
-                labels.setdefault((event.step, color), {})[_escape_label(kind.words)] = None
-    for (step, color), words in labels.items():
+                color = LINE_COLORS[choose_color(index)] if len(runs) > 1 else _TONE_COLORS[kind.tone]
+                labels.setdefault((event.step, color), {})[_escape_label(kind.label)] = None
+    for (step, color), texts in labels.items():
         axes.axvline(step, color=color, lw=0.8, ls=":")
         placement = {"rotation": 90, "ha": "right", "va": "top", "transform": axes.get_xaxis_transform()}
-        axes.text(step, 0.98, " · ".join(words), color=color, fontsize=6.5, **placement)
+        axes.text(step, 0.98, " · ".join(texts), color=color, fontsize=6.5, **placement)
 
 
 def _to_floats(values: Sequence[float | None]) -> list[float]:
+    """Return values with NaN, where matplotlib draws a gap, in place of None."""
     return [float("nan") if value is None else value for value in values]
 
 

@@ -3,15 +3,18 @@
 The charts are SVG and need no script.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from headway.common.text import format_bytes
-from headway.core.tracking.report import looks
-from headway.core.tracking.report.looks import render_document
-from headway.core.tracking.report.tables import KeyFigure, render_swatch, render_tiles
+from headway.core.tracking.report.document import render_document
+from headway.core.tracking.report.key_figures import KeyFigure
+from headway.core.tracking.report.line_styles import choose_color, render_swatch
+from headway.core.tracking.report.tables import render_tiles
 
+# Sizes of a chart and of the margins around its axes, in units of the SVG's coordinates
 _WIDTH, _HEIGHT = 960, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 16, 40, 48
 _MIN_WIDTH = 760
@@ -21,6 +24,7 @@ _CHARACTER_WIDTH = 6.2
 _FIT_LABELS = {True: ("fits", "good"), False: ("does not fit", "bad"), None: ("too close to tell", "warn")}
 """Text and tone of the label in the header, by the forecast's entry "fits"."""
 _AREA_STYLE = "fill:var(--c);opacity:.78"
+"""CSS of the areas in a chart. `--c` is the color of the area's class."""
 _UNLABELED_PHASES = ("set-up", "end")
 """Phases of the traced program that are not part of a training step."""
 
@@ -44,6 +48,7 @@ def render_forecast_page(title: str, forecast: Mapping[str, Any]) -> str:
 
 
 def _render_header(title: str, forecast: Mapping[str, Any]) -> str:
+    """Return the HTML of the page's header: the title, whether the run fits the budget, the device and the batch size."""
     pill = ""
     if forecast["budget"] is not None:
         text, tone = _FIT_LABELS[forecast["fits"]]
@@ -53,6 +58,7 @@ def _render_header(title: str, forecast: Mapping[str, Any]) -> str:
 
 
 def _render_tiles(forecast: Mapping[str, Any]) -> str:
+    """Return the HTML of the forecast's key figures, such as the memory in use."""
     memory_range = f"from {format_bytes(forecast['least'])} to {format_bytes(forecast['most'])}"
     figures = [
         KeyFigure(
@@ -96,8 +102,8 @@ class _Axes:
     def __init__(self, x_range: tuple[float, float], max_bytes: int) -> None:
         self._low, high = x_range
         self._span = (high - self._low) or 1
-        self._grid_step = _choose_grid_step(max_bytes)
-        self._top = self._grid_step * max(1, -(-max_bytes // self._grid_step))
+        self._grid_step = _choose_grid_step(max_bytes)  # in bytes
+        self._max_bytes = self._grid_step * max(1, math.ceil(max_bytes / self._grid_step))  # at the top of the axis
 
     def find_x(self, value: float) -> float:
         """Return the horizontal coordinate of a value, in units of the SVG."""
@@ -105,12 +111,12 @@ class _Axes:
 
     def find_y(self, num_bytes: float) -> float:
         """Return the vertical coordinate of a number of bytes, in units of the SVG."""
-        return round(_HEIGHT - _BOTTOM - num_bytes / self._top * (_HEIGHT - _TOP - _BOTTOM), 1)
+        return round(_HEIGHT - _BOTTOM - num_bytes / self._max_bytes * (_HEIGHT - _TOP - _BOTTOM), 1)
 
     def draw_grid(self) -> str:
         """Return the horizontal grid lines with their labels as SVG."""
         parts = []
-        for num_bytes in range(0, self._top + 1, self._grid_step):
+        for num_bytes in range(0, self._max_bytes + 1, self._grid_step):
             y = self.find_y(num_bytes)
             parts.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
             label = format_bytes(num_bytes).replace(".0 ", " ")
@@ -158,9 +164,7 @@ def _draw_timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
         upper = "L".join(f"{x} {axes.find_y(top)}" for x, top in zip(xs, tops))
         lower = "L".join(f"{x} {axes.find_y(bottom)}" for x, bottom in zip(reversed(xs), reversed(bottoms)))
         title = f"<title>{escape(kind)}</title>"
-        areas.append(
-            f'<path class="c{looks.choose_color(index)}" style="{_AREA_STYLE}" d="M{upper}L{lower}Z">{title}</path>'
-        )
+        areas.append(f'<path class="c{choose_color(index)}" style="{_AREA_STYLE}" d="M{upper}L{lower}Z">{title}</path>')
         bottoms = tops
     marks = _draw_phases([(phase, axes.find_x(start)) for phase, start in timeline["phases"]])
     keys = "".join(f'<span class="key">{render_swatch(index)}{escape(kind)}</span>' for index, kind in enumerate(sizes))
@@ -169,6 +173,7 @@ def _draw_timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _name_timeline(timeline: Mapping[str, Any]) -> str:
+    """Return the title of the chart of memory over time, with the number of training steps."""
     steps = {_split_phase(phase)[0] for phase, _ in timeline["phases"] if phase not in _UNLABELED_PHASES}
     return f"Memory over {len(steps)} training steps" if len(steps) > 1 else "Memory over a training step"
 
@@ -224,7 +229,7 @@ def _draw_by_batch(forecast: Mapping[str, Any]) -> tuple[str, str]:
         axes.draw_axis_labels("samples in a batch", "in use on the device"),
         f'<path class="line c0" d="M{line}"/>',
     ]
-    stride = max(1, -(-largest_drawn_batch // 12))  # for at most 12 labels
+    stride = max(1, math.ceil(largest_drawn_batch / 12))  # for at most 12 labels
     for batch in range(largest_drawn_batch, 0, -stride):
         parts.append(
             f'<text class="tick" x="{axes.find_x(batch)}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{batch}</text>'
@@ -246,6 +251,7 @@ def _draw_by_batch(forecast: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _render_split(forecast: Mapping[str, Any]) -> str:
+    """Return the HTML of the kinds of memory at the peak, with their sizes and shares."""
     rows = "".join(
         f"<tr><td>{escape(kind)}</td><td>{format_bytes(size)}</td><td>{size / max(1, forecast['allocated']):.0%}</td></tr>"
         for kind, size in forecast["split"].items()
@@ -259,14 +265,17 @@ def _render_split(forecast: Mapping[str, Any]) -> str:
 
 
 def _render_notes(forecast: Mapping[str, Any]) -> str:
+    """Return the HTML of the forecast's assumptions and of the page's footer."""
     from headway.version import __version__
 
     notes = "".join(f"<p>{escape(caveat)}</p>" for caveat in forecast["caveats"])
     if notes:
         about = "These parts of the forecast are known only roughly. They are why it gives a range."
         notes = f'<section><h2>Assumptions</h2><p class="about">{about}</p><div class="card">{notes}</div></section>'
+    num_traces = forecast["num_traces"]
+    plural = "" if num_traces == 1 else "s"
     made = (
-        f"Headway {__version__} traced {forecast['num_traces']} training steps in {forecast['seconds']:.1f} s, without "
+        f"Headway {__version__} traced {num_traces} training step{plural} in {forecast['seconds']:.1f} s, without "
         "computing them."
     )
     return f"{notes}<footer>{escape(made)}</footer>"

@@ -1,15 +1,24 @@
 """HTML page of a report on one or more runs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from itertools import groupby
 from typing import Any
 
-from headway.core.tracking.report import looks, tables
 from headway.core.tracking.report.data import RunData
-from headway.core.tracking.report.looks import render_document
+from headway.core.tracking.report.document import render_document
+from headway.core.tracking.report.event_kinds import (
+    count_kinds,
+    describe_event,
+    find_event_kind,
+    render_hint,
+    render_sign,
+    select_drawn_events,
+)
+from headway.core.tracking.report.key_figures import format_time, infer_run_status
+from headway.core.tracking.report.line_styles import LINE_COLORS, choose_color, choose_dash, render_swatch
 from headway.core.tracking.report.panels import (
     SMOOTHING,
     ChartLine,
@@ -18,17 +27,24 @@ from headway.core.tracking.report.panels import (
     find_step_range,
     select_single_values,
 )
+from headway.core.tracking.report.progress_axes import Counts, find_progress_axes
 from headway.core.tracking.report.tables import (
     render_event_table,
     render_overview,
     render_settings,
-    render_sign,
     render_single_values,
-    render_swatch,
     render_values,
 )
 
 _HEADINGS = ("Training", "Evaluation", "Speed", "Memory", "More")
+"""Headings of the sections with charts, in the order of the page. Each chart's `Panel.section` is one of them."""
+_MARKS = {
+    "nan": "M-3.5-3.5L3.5 3.5M-3.5 3.5L3.5-3.5",
+    "inf": "M0 4V-4M-3.5-.5L0-4L3.5-.5",
+    "-inf": "M0-4V4M-3.5.5L0 4L3.5.5",
+    "mixed": "M-3.5-3.5L3.5 3.5M-3.5 3.5L3.5-3.5",
+}
+"""SVG paths, centered at (0, 0), of the marks for values that are not finite, by `NonFiniteMark.kind`."""
 _MAX_STRONG_EVENT_LINES = 30
 """Number of vertical event lines on a chart above which they are drawn fainter, so that they do not hide the values."""
 
@@ -41,10 +57,11 @@ def html_page(runs: Sequence[RunData]) -> str:
     """
     panels = [panel for panel in build_panels(runs) if panel.lines]
     single_values = select_single_values(runs, panels)
+    progress_axes = find_progress_axes(runs)
     parts = [
         _render_header(runs),
         render_overview(runs),
-        _render_toolbar(runs),
+        _render_toolbar(runs, progress_axes),
         "" if single_values and not panels else _render_charts(panels, runs),
         render_single_values(runs, single_values),
         render_event_table(runs),
@@ -53,15 +70,16 @@ def html_page(runs: Sequence[RunData]) -> str:
     ]
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     body = "\n".join(part for part in parts if part)
-    return render_document(f"{title} · Headway report", body, _encode_data(panels, runs, find_step_range(panels)))
+    return render_document(f"{title} · Headway report", body, _encode_data(panels, runs, progress_axes))
 
 
 def _render_header(runs: Sequence[RunData]) -> str:
+    """Return the HTML of the report's header: the name and status of a single run, or the number of runs."""
     if len(runs) == 1:
         run = runs[0]
-        status = tables.infer_run_status(run)
+        status = infer_run_status(run)
         project = run.project if run.project != run.label else ""
-        about = [project, tables.format_time(run.start_time), _describe_hardware(run)]
+        about = [project, format_time(run.start_time), _describe_hardware(run)]
         note = f'<p class="note {status.tone}">{escape(status.note)}</p>' if status.note else ""
         return (
             f'<header><h1>{escape(run.label)} <span class="pill {status.tone}">{status.word}</span></h1>'
@@ -74,17 +92,22 @@ def _render_header(runs: Sequence[RunData]) -> str:
 
 
 def _describe_hardware(run: RunData) -> str:
+    """Return the number of processes and the device of a run's last start, or "" if they were not logged."""
     if not run.starts:
         return ""
     count = run.starts[-1].world_size
     return f"{count} process{'es' if count != 1 else ''} on {run.starts[-1].device}"
 
 
-def _render_toolbar(runs: Sequence[RunData]) -> str:
+def _render_toolbar(runs: Sequence[RunData], progress_axes: Iterable[str]) -> str:
     """Return the legend of runs and events, and the controls of the page, as HTML.
 
     The page's script turns the legend into buttons that show and hide runs and events. The controls work only with the
     script.
+
+    Args:
+        runs: Runs of the report.
+        progress_axes: Names of the horizontal axes besides steps and time.
     """
     chips, legend = "", ""
     if len(runs) > 1:
@@ -94,21 +117,21 @@ def _render_toolbar(runs: Sequence[RunData]) -> str:
             for index, run in enumerate(runs)
         )
         legend = f'<div class="chips">{legend}</div>'
-    for name, count in looks.count_kinds(runs).items():
-        kind = looks.find_event_kind(name)
+    for name, count in count_kinds(runs).items():
+        kind = find_event_kind(name)
         tone = kind.tone if len(runs) == 1 else "calm"
         chips += (
             f'<button type="button" class="chip" data-kind="{escape(name, quote=True)}" aria-pressed="true"'
-            f"{looks.render_hint(kind)}>"
-            f'<span class="event {tone}">{render_sign(kind)}</span><span>{escape(kind.words)}</span> <b>{count}</b></button>'
+            f"{render_hint(kind)}>"
+            f'<span class="event {tone}">{render_sign(kind)}</span><span>{escape(kind.label)}</span> <b>{count}</b></button>'
         )
     axes = ""
     if all(run.has_steps for run in runs):
-        axes = (
-            '<span class="switch" role="group" aria-label="horizontal axis">'
-            '<button type="button" data-axis="step" aria-pressed="true">step</button>'
-            '<button type="button" data-axis="time" aria-pressed="false">time</button></span>'
+        buttons = "".join(
+            f'<button type="button" data-axis="{axis}" aria-pressed="{"true" if axis == "step" else "false"}">{axis}</button>'
+            for axis in ("step", "time", *progress_axes)
         )
+        axes = f'<span class="switch" role="group" aria-label="horizontal axis">{buttons}</span>'
     percent = f"{SMOOTHING * 100:g}"
     return (
         f'<nav class="bar">{legend}<div class="chips">{chips}</div><div class="controls">'
@@ -160,56 +183,72 @@ def _render_legend(panel: Panel, runs: Sequence[RunData]) -> str:
         labels.setdefault(line.label, line)
     if len(labels) < 2:
         return ""
-    keys = "".join(
-        f'<span class="key {f"c{looks.choose_color(line.color)}" if len(runs) == 1 else "gray"}">'
-        f'<i class="{"dotted" if line.is_dotted else "dashed" if line.is_dashed else "solid"}"></i>{escape(label)}</span>'
-        for label, line in labels.items()
-    )
-    return f'<span class="keys">{keys}</span>'
+    keys = []
+    for label, line in labels.items():
+        # With several runs, a color stands for a run, so a key shows only the style of its lines.
+        color = f"c{choose_color(line.color)}" if len(runs) == 1 else "gray"
+        style = "solid"
+        if line.is_dotted:
+            style = "dotted"
+        elif line.is_dashed:
+            style = "dashed"
+        keys.append(f'<span class="key {color}"><i class="{style}"></i>{escape(label)}</span>')
+    return f'<span class="keys">{"".join(keys)}</span>'
 
 
 def _render_footer() -> str:
+    """Return the HTML of the page's footer: how the page was made, and how to read and use the charts."""
     from headway.version import __version__
 
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return (
         f"<footer>Made by Headway {__version__} on {made}."
-        '<span class="scripted"> Bands show minimum and maximum where there are more values than points to draw; smoothed '
-        "lines are fitted around each point and pass spikes by. Drag to zoom, double-click to go back.</span>"
-        "<noscript> Charts need JavaScript; without it each shows its figures.</noscript></footer>"
+        '<span class="scripted"> Bands show minimum and maximum where there are more values than points to draw. Smoothed '
+        "lines are fitted around each point and ignore single spikes. Drag to zoom, double-click to reset.</span>"
+        "<noscript> Charts need JavaScript. Without it, each chart is a table of numbers.</noscript></footer>"
     )
 
 
-def _encode_data(panels: Sequence[Panel], runs: Sequence[RunData], step_range: tuple[float, float]) -> str:
+def _encode_data(
+    panels: Sequence[Panel], runs: Sequence[RunData], progress_axes: Mapping[str, Sequence[Counts]]
+) -> str:
     """Return the data for the page's script as JSON. Characters that could end the enclosing HTML element are escaped.
 
     Args:
         panels: Charts of the page.
         runs: Runs of the report.
-        step_range: First and last step of the step axis.
+        progress_axes: Counts of each run, by name of the axis.
     """
-    kinds = {name: looks.find_event_kind(name) for name in looks.count_kinds(runs)}
+    kinds = {name: find_event_kind(name) for name in count_kinds(runs)}
     content = {
         "runs": [{"label": run.label, "restarts": run.restarts, "events": list(_encode_events(run))} for run in runs],
         "kinds": {name: {"sign": kind.sign, "tone": kind.tone, "line": kind.has_line} for name, kind in kinds.items()},
         "steps": all(run.has_steps for run in runs),
-        "ends": step_range,
+        "ends": find_step_range(panels),
+        "axes": {name: list(map(_encode_counts, counts)) for name, counts in progress_axes.items()},
         "crowd": _MAX_STRONG_EVENT_LINES,
         "panels": list(map(_encode_panel, panels)),
-        "dashes": [looks.choose_dash(index) for index in range(4 * len(looks.LINE_COLORS))],
-        "marks": looks.MARKS,
+        "dashes": [choose_dash(index) for index in range(4 * len(LINE_COLORS))],
+        "marks": _MARKS,
     }
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"})
 
 
+def _encode_counts(counts: Counts) -> dict[str, list[float | None]]:
+    """Return the counts of one run as JSON values: `s` are the steps, and `n` the counts at these steps."""
+    steps, numbers = zip(*counts, strict=True)
+    return {"s": _round_all(steps, 12), "n": _round_all(numbers, 12)}
+
+
 def _encode_events(run: RunData) -> Iterator[list[Any]]:
     """Yield a list of (kind, step, seconds, description) for each event that is drawn."""
-    for event in looks.select_drawn_events(run):
-        yield [event.kind, _round_value(event.step), _round_value(event.seconds), looks.describe_event(event)]
+    for event in select_drawn_events(run):
+        yield [event.kind, _round_value(event.step), _round_value(event.seconds), describe_event(event)]
 
 
 def _encode_panel(panel: Panel) -> dict[str, Any]:
+    """Return a chart as JSON values for the page's script."""
     return {
         "title": panel.title,
         "unit": panel.unit,
@@ -238,6 +277,7 @@ def _encode_line(line: ChartLine) -> dict[str, Any]:
 
 
 def _round_all(values: Sequence[float | None], digits: int) -> list[float | None]:
+    """Round all values to `digits` significant digits. None stays None."""
     return [None if value is None else _round_value(value, digits) for value in values]
 
 

@@ -17,9 +17,13 @@ MIN_BUCKETS = 200
 SMOOTHING = 0.05
 """Default width of the smoothing window, as a fraction of the series. A slider on the page changes it."""
 _EVALUATION_PREFIX = re.compile(r"(eval|val|test)(?:uation|id|idation)?[_/](?=.)")
+"""Pattern of the prefix of names from an evaluation, such as "eval_" or "validation/"."""
 _TRAINING_PREFIX = re.compile(r"train(?:ing)?/(?=.)")
+"""Pattern of the prefix of names from training. "train_" is none, because it is part of names such as "train_loss"."""
 _MEMORY = ("memory", "memory_peak")
+"""Names of the series with the memory of the whole process. Series with the memory of a phase begin with "memory/"."""
 _PHASES = ("forward", "backward", "optimizer", "evaluation")
+"""Phases of a training step, in the order in which a memory chart lists them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class ChartLine:
         run: Index of the run that logged the series.
         name: Name of the value in the log.
         label: Name on the chart.
-        color: Index of the line's color. `looks.choose_color` turns it into an index of `looks.LINE_COLORS`.
+        color: Index of the line's color. `line_styles.choose_color` turns it into an index of
+            `line_styles.LINE_COLORS`.
         is_dotted: Whether each value is drawn with a dot, as in short series such as evaluations.
         is_dashed: Whether the line is dashed, because it often covers another one.
         series: Downsampled values.
@@ -74,13 +79,16 @@ _KNOWN_PANELS = (
     (Panel("Training", "Loss", is_smoothed=True, is_tall=True, is_wide=True), ("loss", "train_loss")),
     (Panel("Training", "Learning rate", starts_at_zero=True), ("learning_rate", "lr")),
     (Panel("Training", "Gradient norm", is_smoothed=True, starts_at_zero=True), ("grad_norm", "gradient_norm", "norm")),
-    (Panel("Speed", "Samples per second", "rate", True, is_smoothed=True), ("samples_per_second",)),
-    (Panel("Speed", "Steps per second", "rate", True, is_smoothed=True), ("steps_per_second",)),
-    (Panel("Speed", "Tokens per second", "rate", True, is_smoothed=True), ("tokens_per_second",)),
-    (Panel("Speed", "Model FLOPs utilization", "share", True, is_smoothed=True), ("mfu",)),
-    (Panel("Speed", "Time spent waiting for data", "share", True, is_smoothed=True), ("data_wait",)),
+    (Panel("Speed", "Samples per second", "rate", starts_at_zero=True, is_smoothed=True), ("samples_per_second",)),
+    (Panel("Speed", "Steps per second", "rate", starts_at_zero=True, is_smoothed=True), ("steps_per_second",)),
+    (Panel("Speed", "Tokens per second", "rate", starts_at_zero=True, is_smoothed=True), ("tokens_per_second",)),
+    (Panel("Speed", "Model FLOPs utilization", "share", starts_at_zero=True, is_smoothed=True), ("mfu",)),
+    (Panel("Speed", "Time spent waiting for data", "share", starts_at_zero=True, is_smoothed=True), ("data_wait",)),
 )
 """Charts for well-known series, with the names of these series. Evaluation losses are drawn on the loss chart."""
+
+_WITHOUT_CHART = frozenset({"epoch", "samples_seen", "tokens_seen", "padding_tokens_seen", "num_input_tokens_seen"})
+"""Names of series that only count how far a run has come. Their charts would be straight lines."""
 
 WAIT_BY_RANK = "data_wait/rank_"
 """Name prefix, before the rank's number, of the series with the fraction of time that a rank waited for data."""
@@ -101,31 +109,49 @@ def build_panels(runs: Sequence[RunData], max_buckets: int = MAX_BUCKETS) -> lis
     line_builder = _LineBuilder(runs, max(MIN_BUCKETS, min(max_buckets, ALL_BUCKETS // max(1, num_series))))
     roles = {name: split_role(name) for name in names}
     panels = _make_known_panels(line_builder, roles)
-    names_on_panels = {line.name for panel in panels for line in panel.lines} | {"epoch"}
+    names_on_panels = {line.name for panel in panels for line in panel.lines} | _WITHOUT_CHART
     waits = {name: name.removeprefix(WAIT_BY_RANK) for name in names if name.startswith(WAIT_BY_RANK)}
     title = "Time spent waiting for data, by rank"
-    panels.append(Panel("Speed", title, "share", True, is_smoothed=True, lines=line_builder.make_lines(waits)))
+    panels.append(
+        Panel("Speed", title, "share", starts_at_zero=True, is_smoothed=True, lines=line_builder.make_lines(waits))
+    )
     names_on_panels |= set(waits)
     panels += _make_memory_panels(line_builder, names)
-    evaluations: dict[str, dict[str, str]] = {}  # labels by name of the value, by metric
-    for name, (kind, metric) in roles.items():
-        if name in names_on_panels or name in _MEMORY or name.startswith("memory/"):
-            continue
-        if kind:
-            evaluations.setdefault(metric, {})[name] = kind
-        else:
-            section = "Training" if name.endswith("loss") else "More"
-            lines = line_builder.make_lines({name: ""})
-            panels.append(Panel(section, name, _guess_unit(name), lines=lines, is_smoothed=True))
-    for metric, labels in evaluations.items():
-        shown_labels = labels if len(labels) > 1 else dict.fromkeys(labels, "")
-        lines = line_builder.make_lines(shown_labels)
-        panels.append(Panel("Evaluation", metric.replace("_", " ").capitalize(), lines=lines))
+    other_roles = {
+        name: role
+        for name, role in roles.items()
+        if name not in names_on_panels and name not in _MEMORY and not name.startswith("memory/")
+    }
+    panels += _make_other_panels(line_builder, other_roles)
     panels = [panel for panel in panels if any(line.series.count > 1 for line in panel.lines)]
     for section in {panel.section for panel in panels}:
         narrow = [panel for panel in panels if panel.section == section and not panel.is_wide]
         if len(narrow) % 2:
             narrow[-1].is_wide = True  # otherwise it would leave a gap in the grid
+    return panels
+
+
+def _make_other_panels(line_builder: "_LineBuilder", roles: Mapping[str, tuple[str, str]]) -> list[Panel]:
+    """Return the charts for series without a chart of their own: one for each value, and one for each evaluated metric.
+
+    Args:
+        line_builder: Builder of the charts' lines.
+        roles: Pair of (kind of evaluation or "", metric) by name of the series (see `split_role`).
+    """
+    panels = []
+    kinds_by_metric: dict[str, dict[str, str]] = {}  # kinds of evaluation by name of the series, by metric
+    for name, (kind, metric) in roles.items():
+        if kind:
+            kinds_by_metric.setdefault(metric, {})[name] = kind
+            continue
+        section = "Training" if name.endswith("loss") else "More"
+        lines = line_builder.make_lines({name: ""})
+        panels.append(Panel(section, name, _guess_unit(name), lines=lines, is_smoothed=True))
+    for metric, kinds in kinds_by_metric.items():
+        # The label of a single line would only repeat the title.
+        labels = kinds if len(kinds) > 1 else dict.fromkeys(kinds, "")
+        title = metric.replace("_", " ").capitalize()
+        panels.append(Panel("Evaluation", title, lines=line_builder.make_lines(labels)))
     return panels
 
 
@@ -169,7 +195,7 @@ def select_single_values(
     Returns:
         By name, a list with one entry per run: the pair of (step, value), or None if the run has no such value.
     """
-    names_on_panels = {line.name for panel in panels for line in panel.lines} | {"epoch"}
+    names_on_panels = {line.name for panel in panels for line in panel.lines} | _WITHOUT_CHART
     names = dict.fromkeys(name for run in runs for name in run.series if name not in names_on_panels)
     return {name: [_get_first_value(run, name) for run in runs] for name in names}
 
@@ -204,7 +230,7 @@ def _make_memory_panels(line_builder: "_LineBuilder", names: Sequence[str]) -> I
                 "Memory",
                 title,
                 "bytes",
-                True,
+                starts_at_zero=True,
                 is_wide=bool(ordered),
                 is_tall=bool(ordered),
                 lines=line_builder.make_lines(labels),
@@ -212,7 +238,7 @@ def _make_memory_panels(line_builder: "_LineBuilder", names: Sequence[str]) -> I
         return
     for name, label in labels.items():
         title = f"Memory, {label}" if name in _MEMORY else f"Memory in {label}"
-        yield Panel("Memory", title, "bytes", True, lines=line_builder.make_lines({name: ""}))
+        yield Panel("Memory", title, "bytes", starts_at_zero=True, lines=line_builder.make_lines({name: ""}))
 
 
 class _LineBuilder:
@@ -256,6 +282,7 @@ class _LineBuilder:
 
 
 def _guess_unit(name: str) -> str:
+    """Return the unit of a logged value, from the end of its name."""
     if name.endswith("_per_second"):
         return "rate"
     return "bytes" if name.endswith("_bytes") else "number"
@@ -311,6 +338,7 @@ def find_spike_limits(lows: Sequence[float | None], highs: Sequence[float | None
 
 
 def _find_quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the value below which a fraction `share` (0 to 1) of the sorted values is."""
     return ordered[round(share * (len(ordered) - 1))]
 
 

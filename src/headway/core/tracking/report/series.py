@@ -1,10 +1,24 @@
-"""Series of a report's charts: downsampling to buckets of averages, and marks for values that are not finite."""
+"""Series of a report's charts: downsampling to buckets that keep all extremes, and marks for values that are not finite.
+
+A chart is a few hundred pixels wide. Of a million values, each column of pixels can show only the lowest value, the
+highest value and where most values are. So a bucket keeps minimum, maximum and mean. The area between minimum and maximum
+covers exactly the pixels that a line through all values would cover. This is the argument of Jugel, Jerzak,
+Hackenbroich and Markl, "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014. Their method, M4, draws
+a line through the first, last, lowest and highest point of each column.
+
+A smoothed line can be computed from means without bias. Points chosen by shape, such as those of LTTB (Steinarsson,
+2013), do not allow this and can omit extremes. Unlike M4's, these buckets contain equal numbers of values rather
+than equal spans, because they are drawn over two axes.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from headway.core.tracking.report.data import MAX_MARKS, Point
+from headway.core.tracking.report.data import PlacedPoint
+
+MAX_MARKS = 150
+"""Maximum number of marks for non-finite values in one series. If there are more, neighboring marks are merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +67,7 @@ class DownsampledSeries:
         return (min(lows), max(highs)) if lows else None
 
 
-def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
+def downsample(points: Sequence[PlacedPoint], limit: int) -> DownsampledSeries:
     """Reduce a series to at most `limit` buckets with equal numbers of values.
 
     The first bucket is drawn at the first point and the last bucket at the last point, so that the line spans the full
@@ -93,6 +107,7 @@ def _split_evenly(count: int, num_parts: int) -> Iterator[tuple[int, int]]:
 
 
 def _compute_average(values: Sequence[float]) -> float | None:
+    """Return the mean of finite values, or None if there are none."""
     if not values:
         return None
     total = sum(values)
@@ -100,7 +115,7 @@ def _compute_average(values: Sequence[float]) -> float | None:
     return total / len(values) if math.isfinite(total) else sum(value / len(values) for value in values)
 
 
-def _find_marks(points: Sequence[Point]) -> list[NonFiniteMark]:
+def _find_marks(points: Sequence[PlacedPoint]) -> list[NonFiniteMark]:
     """Return a mark for each sequence of consecutive non-finite values of one kind.
 
     Neighboring marks are merged if there are more than `MAX_MARKS`.
@@ -123,6 +138,7 @@ def _find_marks(points: Sequence[Point]) -> list[NonFiniteMark]:
 
 
 def _name_non_finite(value: float) -> str:
+    """Return "nan", "inf" or "-inf" for such a value."""
     if math.isnan(value):
         return "nan"
     return "inf" if value > 0 else "-inf"

@@ -13,6 +13,8 @@ checks do not communicate with other ranks. Cases that may be legitimate cause o
                                                         fp16              StateError: gradients are still scaled
                                                         several ranks     a warning: no checkpoint holds its state
     an optimizer of parameters in no prepared model     several ranks     a warning: weights drift apart
+    an optimizer of parameters that another prepared    everywhere        a warning: they are updated twice
+    one has updated in the same window
     any, on batches of a DataLoader that is not         several ranks     a warning: every rank reads everything
     prepared; gather_for_metrics of such batches
 """
@@ -69,8 +71,12 @@ class BypassDetector:
 
     # ---------------------------------------------------------------- optimizers
 
-    def _check_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_first_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """Raise an error or warn if the first step of an optimizer bypasses the prepared objects.
+
+        Args:
+            optimizer: torch's own optimizer.
+            has_closure: Whether the step has a closure, which computes new gradients.
 
         Raises:
             StateError: If the optimizer is not prepared, and `prepare()` has replaced its parameters. Also if its
@@ -98,6 +104,8 @@ class BypassDetector:
                 )
         if preparer is not None and preparer.prepared.has_untrained_gradients():
             extensions.load("feature", "untrained_parameters")(preparer, self._accelerators)
+        if preparer is not None and not has_closure:  # a closure opens a new window
+            _warn_of_shared_parameters(optimizer, preparer)
         num_ranks = steps[-1].strategy.everyone.world_size if steps else 1
         if num_ranks == 1 or any(map(is_fake, parameters)):  # the optimizer of a forecast changes no weights
             return
@@ -133,7 +141,7 @@ class BypassDetector:
             step: Training step of the Accelerator that trains on the batch.
         """
         count = step.strategy.data_shard.count
-        if count == 1 or step.windows.loader is not None or self._num_searches >= _MAX_SEARCHES:
+        if count == 1 or step.windows.reads.loader is not None or self._num_searches >= _MAX_SEARCHES:
             return
         self._num_searches += 1
         iterator = next((obj for obj in gc.get_objects() if _is_iterator_over_all_samples(obj, count)), None)
@@ -150,6 +158,34 @@ class BypassDetector:
             )
 
 
+def _warn_of_shared_parameters(optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
+    """Warn if another prepared optimizer has just updated parameters that this one is about to update, too.
+
+    Optimizers that update the same parameters in different windows, such as two phases of a training, are not reported.
+
+    Args:
+        optimizer: torch's own optimizer, before its first step.
+        step: Training step of the Accelerator that has prepared it.
+    """
+    window = step.find_window_of_optimizer(optimizer)
+    if window is None:
+        return
+    ids = {id(parameter) for parameter in iterate_parameters(optimizer)}
+    for other in step.prepared.optimizers:
+        if other.optimizer is optimizer or not other.has_stepped_in(window.number):
+            continue
+        num_shared = sum(id(parameter) in ids for parameter in iterate_parameters(other.optimizer))
+        if num_shared:
+            log.warning_once(
+                "%s and %s both update %d parameters in one window, with the same gradients. Build each optimizer from its own "
+                "parameters, or silence this with %s",
+                type(other.optimizer).__name__,
+                type(optimizer).__name__,
+                num_shared,
+                _SILENCE,
+            )
+
+
 def _may_diverge(steps: list[TrainingStep]) -> bool:
     """Whether weights might diverge between ranks if an optimizer trains parameters that belong to no prepared model.
 
@@ -162,7 +198,7 @@ def _may_diverge(steps: list[TrainingStep]) -> bool:
     """
     was_model_prepared = any(step.prepared.parameters or step.prepared.num_resets for step in steps)
     return not was_model_prepared or any(
-        step.windows.is_unfinished or step.windows.are_read_batches_used for step in steps
+        step.windows.is_unfinished or step.windows.reads.are_read_batches_used for step in steps
     )
 
 

@@ -13,10 +13,8 @@ guard it never waits.
 """
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -26,9 +24,17 @@ from headway.core.config.guards import NonFinitePolicy
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.events import notify_listeners
 from headway.core.training._torch import foreach_norm
+from headway.core.training.checks.window_records import (
+    BadLosses,
+    NormGroup,
+    RecordedLoss,
+    StampedShards,
+    UpdateVerdict,
+    WindowRecord,
+)
+from headway.core.training.guard import StepGuard
 from headway.core.training.interfaces import NanOrigin, OriginSearch
 from headway.core.training.run import Run
-from headway.core.training.step import StepGuard
 from headway.core.training.windows import AccumulationWindow
 from headway.errors import NonFiniteError
 from headway.log import get_logger
@@ -39,132 +45,17 @@ _NUM_NAMES = 5
 """Largest number of parameters or buffers that a message names."""
 
 
-class BadLosses(NamedTuple):
-    """Refused losses of one rank in one accumulation window.
-
-    Attributes:
-        num_losses: Number of these losses.
-        micro_batch: Micro-batch of the first one, from 1.
-        loss: Value of the first one.
-    """
-
-    num_losses: int
-    micro_batch: int
-    loss: float
-
-
-class UpdateVerdict(NamedTuple):
-    """Decision on an update. It is valid until the next accumulation window or backward.
-
-    Attributes:
-        window: Number of the accumulation window.
-        num_backwards: `WindowRecord.num_backwards` at the decision.
-        is_permitted: Whether the update may be made.
-    """
-
-    window: int
-    num_backwards: int
-    is_permitted: bool
-
-
-class NormGroup(NamedTuple):
-    """Parameters whose gradients have one device and dtype.
-
-    Attributes:
-        parameters: The parameters.
-        norms: 2-norm of each parameter's gradient, a tensor of shape [number of parameters] on the gradients' device.
-    """
-
-    parameters: list[torch.Tensor]
-    norms: torch.Tensor
-
-
-@dataclass
-class ClippedGradients:
-    """Norms of gradients that were clipped, if every rank has all gradients.
-
-    Attributes:
-        groups: Norms before clipping, because clipping spreads a NaN to all gradients.
-        versions: For each clipped parameter, by ID: a weak reference to its gradient, and the gradient's version counter
-            after clipping.
-    """
-
-    groups: list[NormGroup] = field(default_factory=list)
-    versions: dict[int, tuple[TensorWeakRef, int]] = field(default_factory=dict)
-
-    def is_unchanged(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's gradient was clipped and has not changed since, so that its recorded norm is valid."""
-        if id(parameter) not in self.versions:
-            return False
-        reference, version = self.versions[id(parameter)]
-        grad = parameter.grad
-        return grad is not None and reference() is grad and grad._version == version
-
-
-@dataclass
-class ClippedShards:
-    """Norms of gradients that were clipped, if gradients are sharded. There is one entry per clipping call.
-
-    Attributes:
-        totals: Norms over all ranks before clipping, as 0-d tensors.
-        squares: Squared norms of this rank's shards before clipping, as 0-d tensors. Only the spike guard records them.
-        parameter_ids: IDs of the clipped parameters.
-        stamps: Pairs of (parameters, addresses and versions of their gradient shards after clipping).
-    """
-
-    totals: list[torch.Tensor] = field(default_factory=list)
-    squares: list[torch.Tensor] = field(default_factory=list)
-    parameter_ids: set[int] = field(default_factory=set)
-    stamps: list[tuple[list[torch.Tensor], list[tuple[int, int]]]] = field(default_factory=list)
-
-
-@dataclass
-class WindowRecord:
-    """Losses and gradient norms that the guard has recorded for one set of models since it last judged an update.
-
-    Attributes:
-        window: Number of the latest accumulation window of these models. -1 before the first one.
-        losses: Pairs of (micro-batch, loss), without autograd graphs. On an accelerator these are all losses, on a CPU
-            only those that are not finite.
-        num_backwards: Number of backwards so far. Each of them changes gradients.
-        gradients: Norms recorded by clipping, if every rank has all gradients. Valid only if `has_valid_norms`.
-        shards: Norms recorded by clipping, if gradients are sharded. Valid only if `has_valid_norms`.
-        clipped_at: Value of `num_backwards` at the last clipping. -1 before the first one.
-        verdict: Latest decision, or None.
-        is_judged: Whether an update was judged. The losses of the next accumulation window then begin a new record.
-        is_counted: Whether the refused update was counted.
-    """
-
-    window: int = -1
-    losses: deque[tuple[int, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=4096))
-    num_backwards: int = 0
-    gradients: ClippedGradients = field(default_factory=ClippedGradients)
-    shards: ClippedShards = field(default_factory=ClippedShards)
-    clipped_at: int = -1
-    verdict: UpdateVerdict | None = None
-    is_judged: bool = False
-    is_counted: bool = False
-
-    @property
-    def has_valid_norms(self) -> bool:
-        """Whether gradients were clipped, and no backward has changed them since."""
-        return self.clipped_at == self.num_backwards
-
-    def begin_clipping(self) -> None:
-        """Prepare to record the gradient norms of a clipping call. Drop earlier norms that are no longer valid."""
-        if not self.has_valid_norms:
-            self.gradients, self.shards = ClippedGradients(), ClippedShards()
-            self.clipped_at = self.num_backwards
-
-
 class FiniteGuard(StepGuard):
     """`StepGuard` that refuses updates whose loss or gradients are NaN or infinite, as `on_non_finite` requests.
 
     If an fp16 gradient scaler (torch's or DeepSpeed's) checks gradients itself, this guard only finds out whether a
     loss caused the overflow.
 
-    `SpikeGuard` is a subclass that also refuses finite values. It overrides `_is_good_loss`, `_is_good`, `_read_norm`,
-    `_agree_on_update` and `_refuse_update`.
+    What it records during a window is in the `WindowRecord` of the window's models. The methods that decide about an
+    update get this record as an argument.
+
+    `SpikeGuard` is a subclass that also refuses finite values. It overrides `_is_good_loss`, `_are_gradients_good`,
+    `_read_norm`, `_agree_on_gradients` and `_refuse_update`.
 
     Args:
         policy: `NonFinitePolicy`, or only its action, such as "skip".
@@ -201,8 +92,7 @@ class FiniteGuard(StepGuard):
         self._group: Collectives = run.strategy.everyone
         self._has_full_gradients = run.strategy.capabilities.whole_gradients  # False: gradients are sharded
         self._has_scaler = has_scaler(run)
-        self._records: dict[tuple[torch.nn.Module, ...], WindowRecord] = {}
-        self._record = WindowRecord()  # of the window that is being examined
+        self._records: dict[tuple[torch.nn.Module, ...], WindowRecord] = {}  # by the models that train together
         run.windows.restart_listeners.append(self.reset_state)
 
     def reset_state(self) -> None:
@@ -211,19 +101,19 @@ class FiniteGuard(StepGuard):
         This happens when a state is loaded, for example. The number of skips in a row is reset, and the total number of
         skipped updates is kept.
         """
-        self._records, self._record = {}, WindowRecord()
+        self._records = {}
         self.num_in_row, self.has_stopped = 0, False
 
-    def _open_record(self, window: AccumulationWindow) -> WindowRecord:
-        """Make `_record` the record of an accumulation window, and return it.
+    def _get_record(self, window: AccumulationWindow) -> WindowRecord:
+        """Return the record of an accumulation window.
 
-        If an earlier window of its models was judged, the window begins a new record.
+        Each set of models that train together has one record. It is replaced at the first call for a new window if an
+        update was judged in the previous window of these models.
         """
         record = self._records.get(window.models)
         if record is None or (record.is_judged and record.window != window.number):
             record = self._records[window.models] = WindowRecord()
         record.window = window.number
-        self._record = record
         return record
 
     # ---------------------------------------------------------------- during the window
@@ -240,16 +130,17 @@ class FiniteGuard(StepGuard):
                 self._search.tracer.check_loss(loss)
             return loss
         window, detached = self._windows.current, loss.detach()
-        record = self._open_record(window)
+        record = self._get_record(window)
         record.num_backwards += 1
         if detached.device.type == "cpu":
             if math.isfinite(detached.item()):
                 return loss
-            record.losses.append((window.num_done, detached))
-            return loss * math.nan
-        record.losses.append((window.num_done, detached))
-        # inf - inf and nan - nan are nan, and x - x is 0 for all finite x. So no value is read from the device here.
-        return loss * (detached - detached + 1)
+            record.losses.append(RecordedLoss(window.num_done, detached))
+            return loss * math.nan  # backward multiplies all gradients by this factor, too
+        record.losses.append(RecordedLoss(window.num_done, detached))
+        # The factor is 1 for a finite loss, because x - x is 0. It is nan for inf and nan. No value is read from the device.
+        factor = detached - detached + 1
+        return loss * factor
 
     def after_backward(self, loss: torch.Tensor) -> None:
         """Do nothing, because the loss was checked before its backward."""
@@ -271,7 +162,7 @@ class FiniteGuard(StepGuard):
         """
         if self._has_scaler:
             return None
-        record = self._open_record(window)
+        record = self._get_record(window)
         record.begin_clipping()
         if not self._has_full_gradients:
             total = self._strategy.compute_total_norm(parameters, norm_type)
@@ -291,10 +182,10 @@ class FiniteGuard(StepGuard):
         """
         if self._has_scaler:
             return
-        record = self._open_record(window)
+        record = self._get_record(window)
         if not self._has_full_gradients:
             record.shards.parameter_ids.update(map(id, parameters))
-            record.shards.stamps.append((list(parameters), self._get_stamps(parameters)))
+            record.shards.stamped.append(StampedShards(list(parameters), self._get_stamps(parameters)))
             return
         for parameter in parameters:
             if parameter.grad is not None:
@@ -314,34 +205,55 @@ class FiniteGuard(StepGuard):
         Raises:
             NonFiniteError: If the update may not be made, and the policy demands an error.
         """
-        if self._search is not None and self._search.is_repeating:
-            if self._search.is_tracing(window):  # other models make no update on the repeated batch, either
+        search = self._search
+        if search is not None and search.is_repeating:
+            if search.is_tracing(window):  # other models make no update on the repeated batch, either
                 self._report_origin(window)
             return False
-        if self._raises_after_replay and not (self._search is not None and self._search.is_armed):
+        has_replay_ended = search is None or not search.is_armed
+        if self._raises_after_replay and has_replay_ended:
             self._report_origin(window)
             return False
-        if self._has_scaler:
-            return True
-        record = self._open_record(window)
+        return self._has_scaler or self._judge_update(window)
+
+    def _judge_update(self, window: AccumulationWindow) -> bool:
+        """Whether the losses and gradients of an accumulation window permit its update. Refuse the update if not.
+
+        The verdict is kept for the window's other optimizers, until another backward changes the gradients.
+
+        Args:
+            window: Accumulation window in which the optimizer's models trained last.
+
+        Raises:
+            NonFiniteError: If the update may not be made, and the policy demands an error.
+        """
+        record = self._get_record(window)
         verdict = record.verdict
         if verdict is None or (verdict.window, verdict.num_backwards) != (window.number, record.num_backwards):
             parameters = list(self._prepared.list_parameters_of(window))
-            verdict = UpdateVerdict(window.number, record.num_backwards, self._is_good(parameters))
-            record.verdict = verdict
-            if not verdict.is_permitted:
-                self._refuse_update(window, self._gather_bad_losses(), parameters)
+            is_permitted = self._are_gradients_good(record, parameters)
+            verdict = record.verdict = UpdateVerdict(window.number, record.num_backwards, is_permitted)
+            if not is_permitted:
+                self._refuse_update(window, record, self._gather_bad_losses(record), parameters)
             record.is_judged = True
         return verdict.is_permitted
 
-    def _is_good(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether the gradients of the accumulation window are finite on all ranks."""
-        return self._are_finite(parameters) if self._has_full_gradients else self._are_shards_finite(parameters)
+    def _are_gradients_good(self, record: WindowRecord, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether an update may use the gradients, because they are finite on all ranks.
 
-    def _are_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether all gradients are finite. One value is read from each device."""
-        clipped = self._record.gradients
-        if self._record.has_valid_norms:
+        Args:
+            record: Record of the accumulation window.
+            parameters: Parameters of the window.
+        """
+        if self._has_full_gradients:
+            return self._are_full_gradients_finite(record, parameters)
+        return self._are_shards_finite(record, parameters)
+
+    def _are_full_gradients_finite(self, record: WindowRecord, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether all gradients are finite, if this rank has all of them. One value is read from each device."""
+        clipped = record.gradients
+        if record.has_valid_norms:
+            # A gradient that was not clipped, or has changed since, has no recorded norm that is valid.
             changed = (parameter for parameter in parameters if not clipped.is_unchanged(parameter))
             groups = [*_compute_norms(changed), *clipped.groups]
         else:
@@ -350,14 +262,15 @@ class FiniteGuard(StepGuard):
         totals: dict[torch.device, list[torch.Tensor]] = {}
         for _, norms in groups:
             totals.setdefault(norms.device, []).append(torch.linalg.vector_norm(norms))
-        if math.isfinite(self._read_norm(totals)):
+        if math.isfinite(self._read_norm(record, totals)):
             return True
         return all(_is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
-    def _read_norm(self, totals: dict[torch.device, list[torch.Tensor]]) -> float:
+    def _read_norm(self, record: WindowRecord, totals: dict[torch.device, list[torch.Tensor]]) -> float:
         """Return the 2-norm of all gradients as a number. One value is read from each device.
 
         Args:
+            record: Record of the accumulation window. Unused here.
             totals: By device, the norms of groups of gradients, as 0-d tensors.
         """
         # Queue the computations on all devices before the host waits for the first of them.
@@ -366,31 +279,33 @@ class FiniteGuard(StepGuard):
         ]
         return math.hypot(*(norm.item() for norm in by_device))
 
-    def _are_shards_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def _are_shards_finite(self, record: WindowRecord, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all sharded gradients are finite on all ranks.
 
         If this rank's gradients are unchanged since they were clipped, the total norm before clipping decides, and the
         gradients are not read again. Ranks need not agree on this: each one checks only its own shards, and a
         collective combines the results.
         """
-        clipped = self._record.shards
-        is_known_finite = (
-            self._record.has_valid_norms
+        clipped = record.shards
+        were_finite_at_clipping = (
+            record.has_valid_norms
             and clipped.parameter_ids.issuperset(map(id, parameters))
-            and all(self._get_stamps(group) == stamps for group, stamps in clipped.stamps)
+            and all(self._get_stamps(each.parameters) == each.stamps for each in clipped.stamped)
             and all(math.isfinite(total.item()) for total in clipped.totals)
         )
         # A non-finite norm may only have overflowed, so the shards are checked then.
-        return self._agree_on_update(not (is_known_finite or self._are_own_shards_finite(parameters)), parameters)
+        is_finite = were_finite_at_clipping or self._are_own_shards_finite(parameters)
+        return self._agree_on_gradients(is_finite, record, parameters)
 
-    def _agree_on_update(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether all ranks report finite gradients. This is a collective.
+    def _agree_on_gradients(self, is_finite: bool, record: WindowRecord, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradient shards of all ranks are finite. This is a collective.
 
         Args:
-            is_bad: Whether this rank's gradients are not finite.
-            parameters: Parameters whose gradients were checked.
+            is_finite: Whether this rank's shards are finite.
+            record: Record of the accumulation window. Unused here.
+            parameters: Parameters whose gradients were checked. Unused here.
         """
-        return self._group.reduce_numbers([float(is_bad)], "max")[0] == 0
+        return self._group.reduce_numbers([float(not is_finite)], "max")[0] == 0
 
     def _are_own_shards_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether this rank's shards of the gradients are finite. One value is read per device and dtype."""
@@ -425,21 +340,22 @@ class FiniteGuard(StepGuard):
         """
         if self._search is not None and self._search.is_repeating:
             return
-        record = self._open_record(window)
+        record = self._get_record(window)
         if did_step:
             self.num_in_row = 0
         elif self._has_scaler and not record.is_counted:
             self._skips.record_skip(window)
-            bad_losses = self._gather_bad_losses()
+            bad_losses = self._gather_bad_losses(record)
             if bad_losses:
-                self._refuse_update(window, bad_losses, [])
+                self._refuse_update(window, record, bad_losses, [])
         record.is_judged = True
 
-    def _gather_bad_losses(self) -> dict[int, BadLosses]:
+    def _gather_bad_losses(self, record: WindowRecord) -> dict[int, BadLosses]:
         """Exchange the bad losses of all ranks, in a collective. Return them by rank; ranks without any are left out."""
-        losses = [(micro_batch, float(loss)) for micro_batch, loss in self._record.losses]
+        losses = [(micro_batch, float(loss)) for micro_batch, loss in record.losses]
         bad = [(micro_batch, loss) for micro_batch, loss in losses if not self._is_good_loss(loss)]
-        rows = self._group.gather_numbers([float(len(bad)), *(bad[0] if bad else (0.0, 0.0))])
+        first_micro_batch, first_loss = bad[0] if bad else (0, 0.0)
+        rows = self._group.gather_numbers([float(len(bad)), float(first_micro_batch), first_loss])
         return {
             rank: BadLosses(int(num_losses), int(micro_batch), loss)
             for rank, (num_losses, micro_batch, loss) in enumerate(rows)
@@ -447,15 +363,21 @@ class FiniteGuard(StepGuard):
         }
 
     def _is_good_loss(self, loss: float) -> bool:
+        """Whether an update may use this loss."""
         return math.isfinite(loss)
 
     def _refuse_update(
-        self, window: AccumulationWindow, bad_losses: dict[int, BadLosses], parameters: Sequence[torch.Tensor]
+        self,
+        window: AccumulationWindow,
+        record: WindowRecord,
+        bad_losses: dict[int, BadLosses],
+        parameters: Sequence[torch.Tensor],
     ) -> None:
         """Count and report a refused update, and apply the policy's action to it.
 
         Args:
             window: Accumulation window of the update.
+            record: Record of the window.
             bad_losses: Non-finite losses by rank.
             parameters: Parameters of the window, whose gradients are searched if no loss was the cause.
 
@@ -466,9 +388,9 @@ class FiniteGuard(StepGuard):
         """
         update = self._clock.num_updates + 1
         # A bad loss makes all gradients NaN, so their names carry no information then.
-        bad_names = [] if bad_losses else self._find_bad_gradients(parameters)
-        if not self._record.is_counted:
-            self._record.is_counted = True
+        bad_names = [] if bad_losses else self._find_bad_gradients(record, parameters)
+        if not record.is_counted:  # a window with several optimizers is counted once
+            record.is_counted = True
             self.num_skipped += 1
             self.num_in_row += 1
         action = "raise" if self.num_in_row > self.policy.max_in_row else self.policy.action
@@ -490,7 +412,7 @@ class FiniteGuard(StepGuard):
         log.warning("%s", self.report)
         if action == "stop" and not self.has_stopped:
             self.has_stopped = True
-            for loader in self._windows.trained_on:
+            for loader in self._windows.reads.trained_on:
                 loader.stop()
 
     def _report_origin(self, window: AccumulationWindow) -> None:
@@ -519,29 +441,39 @@ class FiniteGuard(StepGuard):
             raise NonFiniteError(self.report)
         log.warning("%s", self.report)
 
-    def _find_bad_gradients(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+    def _find_bad_gradients(self, record: WindowRecord, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of parameters whose gradients are not finite, in the models' order.
 
         If gradients are sharded, this is a collective, and each rank contributes at most 20 names.
 
         Args:
-            parameters: Parameters of the accumulation window.
+            record: Record of the accumulation window.
+            parameters: Parameters of the window.
         """
-        names = {id(tensor): name for name, tensor in self._prepared.iterate_named("named_parameters")}
-        if not self._has_full_gradients:
-            grads = {id(p): self._strategy.get_local_gradients([p]) for p in parameters}
-            own = [names[key] for key in names if any(not _is_finite(grad) for grad in grads.get(key, ()))]
-            names_by_rank = self._group.gather_objects(own[: 4 * _NUM_NAMES])
-            return list(dict.fromkeys(name for each in names_by_rank for name in each))
-        # If gradients were clipped twice, use the norms from before the first clipping, which spreads a NaN.
+        names_by_id = {id(tensor): name for name, tensor in self._prepared.iterate_named("named_parameters")}
+        if self._has_full_gradients:
+            bad_ids = self._find_bad_clipped_gradients(record)
+            if not bad_ids:
+                bad_ids = {id(p) for p in parameters if p.grad is not None and not _is_finite(p.grad)}
+            return [name for key, name in names_by_id.items() if key in bad_ids]
+        bad_ids = {id(p) for p in parameters if not all(map(_is_finite, self._strategy.get_local_gradients([p])))}
+        own_names = [name for key, name in names_by_id.items() if key in bad_ids]
+        names_by_rank = self._group.gather_objects(own_names[: 4 * _NUM_NAMES])
+        return list(dict.fromkeys(name for rank_names in names_by_rank for name in rank_names))
+
+    def _find_bad_clipped_gradients(self, record: WindowRecord) -> set[int]:
+        """Return the IDs of clipped parameters whose gradients were not finite before clipping.
+
+        Clipping spreads a NaN to all gradients that are clipped together, so their current values do not show its
+        origin. If a parameter was clipped twice, the norm from before the first clipping decides.
+        """
+        if not record.has_valid_norms:
+            return set()
         was_finite: dict[int, bool] = {}
-        for group in self._record.gradients.groups if self._record.has_valid_norms else ():
+        for group in record.gradients.groups:
             for parameter, is_finite in zip(group.parameters, group.norms.isfinite().tolist()):
                 was_finite.setdefault(id(parameter), is_finite)
-        bad = {key for key, is_finite in was_finite.items() if not is_finite}
-        if not bad:
-            bad = {id(p) for p in parameters if p.grad is not None and not _is_finite(p.grad)}
-        return [names[key] for key in names if key in bad]
+        return {key for key, is_finite in was_finite.items() if not is_finite}
 
     def _describe_refusal(
         self, update: int, bad_losses: dict[int, BadLosses], bad_names: list[str], num_parameters: int, action: str
@@ -566,22 +498,28 @@ class FiniteGuard(StepGuard):
                 f"the losses were finite, but gradients of {len(bad_names)} of {num_parameters} parameters are not "
                 f"({', '.join(bad_names[:_NUM_NAMES])}{more})"
             )
-        everywhere = " on all ranks" if self._group.world_size > 1 else ""
-        consequence = {
-            "skip": f"the update is skipped{everywhere} ({self.num_in_row} in a row, {self.num_skipped} in all)",
-            "stop": f"the update is skipped, and training stops{everywhere}",
-            "explain": "no update was made",
-            "raise": "no update was made"
-            if self.policy.action in ("raise", "explain")
-            else f"{self.num_in_row} in a row are more than max_in_row={self.policy.max_in_row}",
-        }[action]
         buffers = [name for name, buffer in self._prepared.iterate_named("named_buffers") if not _is_finite(buffer)]
         warning = (
             f". Buffers are not finite either ({', '.join(buffers[:_NUM_NAMES])}), which skipping does not repair: load a checkpoint"
             if buffers
             else ""
         )
-        return f"update {update}: {'; '.join(causes)}: {consequence}{warning}"
+        return f"update {update}: {'; '.join(causes)}: {self._describe_consequence(action)}{warning}"
+
+    def _describe_consequence(self, action: str) -> str:
+        """Return the part of the message about a refused update that says what happens now.
+
+        Args:
+            action: Action that is taken: "skip", "stop", "explain" or "raise".
+        """
+        everywhere = " on all ranks" if self._group.world_size > 1 else ""
+        if action == "skip":
+            return f"the update is skipped{everywhere} ({self.num_in_row} in a row, {self.num_skipped} in all)"
+        if action == "stop":
+            return f"the update is skipped, and training stops{everywhere}"
+        if action == "raise" and self.policy.action not in ("raise", "explain"):
+            return f"{self.num_in_row} in a row are more than max_in_row={self.policy.max_in_row}"
+        return "no update was made"
 
 
 def has_scaler(run: Run) -> bool:
@@ -594,6 +532,7 @@ def has_scaler(run: Run) -> bool:
 
 
 def _get_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the stored values of a sparse tensor, and a dense tensor unchanged."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
@@ -630,5 +569,10 @@ def _compute_total(groups: list[NormGroup]) -> torch.Tensor:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a tensor are finite. This waits for the device. True for integers."""
     values = _get_values(tensor.detach())
+    if values.dtype == torch.float4_e2m1fn_x2:
+        return True  # this dtype has neither NaN nor infinity
+    if values.is_floating_point() and values.element_size() == 1:
+        values = values.float()  # torch has no isfinite() for some 8-bit dtypes
     return not (values.is_floating_point() or values.is_complex()) or bool(torch.isfinite(values).all())

@@ -1,5 +1,7 @@
 """Check of the first accumulation window: losses that the script scales itself, and gradients cleared too early."""
 
+from typing import NamedTuple
+
 import torch
 
 from headway.core.training.run import Run
@@ -41,9 +43,9 @@ class FirstWindow:
         self._prepared = run.prepared
         self._strategy = run.strategy
         self._had_gradients = False
-        # Arguments of the pending warning that the script itself scales the micro-batch's loss. (): no warning is due.
-        # The warning is dropped if the micro-batch has a second loss, because two halved losses make a correct mean.
-        self._scale_warning: tuple[object, ...] = ()
+        # Scale of the micro-batch's loss, of which a warning is pending. It is dropped if the micro-batch has a second
+        # loss, because two halved losses make a correct mean.
+        self._loss_scale: _LossScale | None = None
 
     def before_backward(self, loss: torch.Tensor, has_default_weight: bool) -> None:
         """Raise an error, or prepare a warning, if a loss shows that the training loop makes a mistake.
@@ -58,7 +60,7 @@ class FirstWindow:
                 losses, and several batches of one loader were read for it.
         """
         window = self._windows.current
-        if window.micro_weight is not None and self._windows.num_unused_reads > 1:
+        if window.micro_weight is not None and self._windows.reads.num_unused_reads > 1:
             raise StateError(_SEVERAL_BATCHES)
         # With automatic micro-batching, the gradients of earlier batches are stored elsewhere, so `grad` can be None.
         can_see_gradients = not self._windows.is_in_splittable_batch
@@ -66,9 +68,9 @@ class FirstWindow:
             raise StateError(_CLEARED)
         if window.micro_weight is None:
             self._log_scale_warning()
-            self._scale_warning = self._find_scale_warning(loss) if has_default_weight else ()
+            self._loss_scale = self._find_loss_scale(loss) if has_default_weight else None
         else:
-            self._scale_warning = ()
+            self._loss_scale = None
 
     def after_backward(self) -> None:
         """Record whether gradients exist. If the accumulation window has closed, log the pending warning."""
@@ -78,28 +80,45 @@ class FirstWindow:
             self._log_scale_warning()
 
     def _log_scale_warning(self) -> None:
-        if self._scale_warning:
-            log.warning_once(_SCALED, *self._scale_warning)
+        """Log the pending warning that the script itself scales losses, if there is one."""
+        if self._loss_scale is not None:
+            log.warning_once(_SCALED, *self._loss_scale)
 
     def _has_gradients(self) -> bool:
+        """Whether any parameter that trains in the current window has a gradient."""
         return any(p.grad is not None for p in self._prepared.list_parameters_of(self._windows.current))
 
-    def _find_scale_warning(self, loss: torch.Tensor) -> tuple[object, ...]:
-        """Return the arguments of a log warning if the script itself has scaled the loss, else ().
+    def _find_loss_scale(self, loss: torch.Tensor) -> "_LossScale | None":
+        """Return how the script itself has scaled the loss, or None if it has not.
 
         The last operation of the loss's graph shows it: a division by the number of accumulation steps, or a
         multiplication by the number of ranks.
         """
         operation, operand = type(loss.grad_fn).__name__, getattr(loss.grad_fn, "_saved_other", None)
         if operation not in ("DivBackward0", "MulBackward0") or not isinstance(operand, torch.Tensor):
-            return ()
+            return None
         # torch saves a Python number as a 0-d tensor on the CPU. Any other operand is a tensor of the script.
         if operand.ndim or operand.device.type != "cpu":
-            return ()
+            return None
         num_steps, num_ranks = self._windows.num_steps, self._strategy.everyone.world_size
         number = operand.item()
         if num_steps > 1 and number == (num_steps if operation == "DivBackward0" else 1 / num_steps):
-            return "divided", num_steps, "micro-batches of an update"
+            return _LossScale("divided", num_steps, "micro-batches of an update")
         if num_ranks > 1 and operation == "MulBackward0" and number in (num_ranks, num_ranks * num_steps):
-            return "multiplied", number, "processes" if number == num_ranks else "processes times micro-batches"
-        return ()
+            meaning = "processes" if number == num_ranks else "processes times micro-batches"
+            return _LossScale("multiplied", number, meaning)
+        return None
+
+
+class _LossScale(NamedTuple):
+    """Number by which the script itself has scaled a loss: the arguments of the warning `_SCALED`.
+
+    Attributes:
+        operation: "divided" or "multiplied".
+        number: The number.
+        meaning: What the run has in this number, such as "processes".
+    """
+
+    operation: str
+    number: float
+    meaning: str

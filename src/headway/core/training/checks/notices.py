@@ -17,7 +17,8 @@ from headway.core.runtime.control_plane import control
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.runtime.readback import Readback
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
-from headway.core.training.windows import AccumulationWindow, AccumulationWindows, UpdateClock
+from headway.core.training.update_clock import UpdateClock
+from headway.core.training.windows import AccumulationWindow, AccumulationWindows
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -65,7 +66,7 @@ class NonFiniteNotice:
         # Losses of the current update, as pairs of (micro-batch, loss on a device).
         self._losses: deque[tuple[int, torch.Tensor]] = deque(maxlen=4096)
         # Losses of earlier updates that are being copied to the host.
-        self._pending: deque[_PendingLosses] = deque()
+        self._pending_losses: deque[_PendingLosses] = deque()
         self._has_warned = False
         process.release_at_end(self._read_all)
 
@@ -89,21 +90,22 @@ class NonFiniteNotice:
 
         The host does not wait for the device.
         """
-        while self._pending and self._pending[0].values.is_ready:
+        while self._pending_losses and self._pending_losses[0].values.is_ready:
             self._read_losses()
         if self._losses:
             micro_batches, losses = zip(*self._losses)
             self._losses.clear()
             stacked = losses[0].reshape(1) if len(losses) == 1 else torch.stack(losses)
-            self._pending.append(_PendingLosses(self._clock.num_updates + 1, micro_batches, Readback(stacked)))
+            self._pending_losses.append(_PendingLosses(self._clock.num_updates + 1, micro_batches, Readback(stacked)))
 
     def _read_all(self) -> None:
-        while self._pending:
+        """Read all losses whose copies from the device are pending."""
+        while self._pending_losses:
             self._read_losses()
 
     def _read_losses(self) -> None:
         """Read the losses of the earliest update whose losses were not read yet. Wait for them if necessary."""
-        pending = self._pending.popleft()
+        pending = self._pending_losses.popleft()
         for micro_batch, loss in zip(pending.micro_batches, pending.values.read().tolist()):
             if not math.isfinite(loss) and not self._has_warned:
                 self._warn_of_loss(pending.update, micro_batch, loss)
@@ -191,6 +193,7 @@ class SkippedUpdates:
         return f"{self._clock.num_skipped} updates skipped"
 
     def _remove_from_bars(self) -> None:
+        """Remove the number of skipped updates from the progress bars."""
         if self._format_skipped in events.get_progress_texts():
             events.get_progress_texts().remove(self._format_skipped)
 

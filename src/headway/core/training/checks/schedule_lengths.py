@@ -59,7 +59,7 @@ def _get_combined_length(scheduler: Any, measure: Callable[[Any], int | None]) -
 
     Args:
         scheduler: Any schedule.
-        measure: Function that returns the length of one of the inner schedules.
+        measure: Function that returns the length of one of the inner schedules, or None if unknown.
     """
     children = getattr(scheduler, "_schedulers", None)
     if not children:

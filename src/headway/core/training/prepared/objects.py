@@ -31,7 +31,13 @@ class OptimizerEntry(Protocol):
         """Return the values of `num_updates`, `step_was_skipped` and `last_window_length`, to undo a batch."""
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the values from a snapshot, which can be restored several times."""
+        """Restore the counts of updates from a snapshot, which can be restored several times.
+
+        These are `num_updates`, `step_was_skipped` and `last_window_length`.
+        """
+
+    def has_stepped_in(self, window_number: int) -> bool:
+        """Whether the optimizer has stepped at the end of this accumulation window, even if the update was skipped."""
 
 
 class SchedulerEntry(Protocol):
@@ -64,57 +70,6 @@ class SchedulerEntry(Protocol):
         """Treat all updates so far as already counted, because the loaded state of the schedule includes them."""
 
 
-def iterate_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Return an iterator over the parameters in all groups of a torch optimizer."""
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def find_parameter_reference(optimizer: torch.optim.Optimizer, keys: Collection[int]) -> str | None:
-    """Return the place in which an optimizer keeps parameters, or their IDs, outside of its parameter lists and state.
-
-    The result is a phrase for messages that names an attribute, or an option of a parameter group. It is None if there
-    is no such place. An attribute that is the parameter list of a group itself does not count, because its contents are
-    exchanged in place. LBFGS has such an attribute.
-
-    Args:
-        optimizer: Optimizer to search.
-        keys: IDs of the parameters, or other integers that identify them.
-    """
-    lists = {id(group["params"]) for group in optimizer.param_groups}
-    for name, value in vars(optimizer).items():
-        if name not in ("state", "param_groups", "defaults") and id(value) not in lists and contains_any(value, keys):
-            return f"its attribute {name!r}"
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            if name != "params" and contains_any(value, keys):
-                return f"the option {name!r} of its parameter groups"
-    return None
-
-
-def contains_any(value: Any, keys: Collection[int], depth: int = 0) -> bool:
-    """Whether a value is or contains one of certain tensors, or the ID of one.
-
-    Args:
-        value: Value to search, with nested dicts (keys and values), lists, tuples and sets. Other objects, such as
-            optimizers, are not searched.
-        keys: IDs of the tensors, or other integers that identify them.
-        depth: Number of collections around the value. Collections at a depth of 5 are not searched. Default: 0.
-    """
-    if isinstance(value, torch.Tensor):
-        return id(value) in keys
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value in keys
-    if depth > 4 or isinstance(value, torch.optim.Optimizer):
-        return False
-    if isinstance(value, dict):
-        return any(
-            contains_any(key, keys, depth + 1) or contains_any(item, keys, depth + 1) for key, item in value.items()
-        )
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(contains_any(item, keys, depth + 1) for item in value)
-    return False
-
-
 class PreparedObjects:
     """Registry of the prepared objects of one Accelerator.
 
@@ -130,6 +85,9 @@ class PreparedObjects:
         parameters: Parameters that each model had when it was prepared, or when objects were last removed from the
             registry, by the model's ID.
         num_resets: Number of calls to `remove_objects`.
+        num_absent_loaders: Number of loaders that were prepared in earlier epochs, and are no longer in `loaders`. They were
+            released, or a resumed run does not prepare them again. Loaders that are prepared later are numbered as if
+            these were still there.
         has_had_loader: Whether a loader has ever been prepared, even if it was removed since.
     """
 
@@ -141,6 +99,7 @@ class PreparedObjects:
         self.schedulers: list[SchedulerEntry] = []
         self.parameters: dict[int, list[torch.nn.Parameter]] = {}
         self.num_resets = 0
+        self.num_absent_loaders = 0
         self.has_had_loader = False
 
     def add_model(self, model: torch.nn.Module) -> None:
@@ -163,6 +122,11 @@ class PreparedObjects:
         """Add a prepared loader to the registry."""
         self.loaders.append(loader)
         self.has_had_loader = True
+
+    def release_loader(self, index: int) -> None:
+        """Remove a loader that the script no longer uses. Later loaders are numbered as if it were still there."""
+        del self.loaders[index]
+        self.num_absent_loaders += 1
 
     # ---------------------------------------------------------------- parameters
 
@@ -217,3 +181,55 @@ class PreparedObjects:
         self.parameters.clear()
         self.parameters.update({id(model): list(model.parameters()) for model in self.reshard_models()})
         self.num_resets += 1
+        self.num_absent_loaders = 0
+
+
+def iterate_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Return an iterator over the parameters in all groups of a torch optimizer."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def find_parameter_reference(optimizer: torch.optim.Optimizer, keys: Collection[int]) -> str | None:
+    """Return the place in which an optimizer keeps parameters, or their IDs, outside of its parameter lists and state.
+
+    The result is a phrase for messages that names an attribute, or an option of a parameter group. It is None if there
+    is no such place. An attribute that is the parameter list of a group itself does not count, because its contents are
+    exchanged in place. LBFGS has such an attribute.
+
+    Args:
+        optimizer: Optimizer to search.
+        keys: IDs of the parameters, or other integers that identify them.
+    """
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups", "defaults") and id(value) not in lists and contains_any(value, keys):
+            return f"its attribute {name!r}"
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name != "params" and contains_any(value, keys):
+                return f"the option {name!r} of its parameter groups"
+    return None
+
+
+def contains_any(value: Any, keys: Collection[int], depth: int = 0) -> bool:
+    """Whether a value is or contains one of certain tensors, or the ID of one.
+
+    Args:
+        value: Value to search, with nested dicts (keys and values), lists, tuples and sets. Other objects, such as
+            optimizers, are not searched.
+        keys: IDs of the tensors, or other integers that identify them.
+        depth: Number of collections around the value. Collections at a depth of 5 are not searched. Default: 0.
+    """
+    if isinstance(value, torch.Tensor):
+        return id(value) in keys
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value in keys
+    if depth > 4 or isinstance(value, torch.optim.Optimizer):
+        return False
+    if isinstance(value, dict):
+        return any(
+            contains_any(key, keys, depth + 1) or contains_any(item, keys, depth + 1) for key, item in value.items()
+        )
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(contains_any(item, keys, depth + 1) for item in value)
+    return False

@@ -78,7 +78,11 @@ class AcceleratorRegistry:
         """
         if prepared.has_had_loader or len(self.members) < 2:
             return None
-        return next((step.windows.active[-1] for step in self.list_newest_first() if step.windows.active), None)
+        for step in self.list_newest_first():
+            active_loaders = step.windows.reads.active_loaders
+            if active_loaders:
+                return active_loaders[-1]
+        return None
 
     def find_owner(self, parameters: Iterable[torch.Tensor]) -> TrainingStep | None:
         """Return the training step of the Accelerator that prepared the models of all these parameters.

@@ -202,6 +202,7 @@ class PreparedScheduler(LRScheduler):
         )
 
     def _count_updates(self) -> int:
+        """Return the largest number of updates that an optimizer of this scheduler has made. 0 without optimizers."""
         return max([optimizer.num_updates for optimizer in self.optimizers], default=0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -229,10 +230,10 @@ class PreparedScheduler(LRScheduler):
             num_updates = max(num_updates, optimizer.num_updates)
             window_length = max(window_length, optimizer.last_window_length)
         num_new_updates = num_updates - self._num_counted_updates
-        if num_new_updates == 0 and not (
-            self._step.windows.current.is_standalone_fraction and self._is_no_step_skipped()
-        ):
-            return
+        if num_new_updates == 0:
+            is_standalone_fraction = self._step.windows.current.is_standalone_fraction
+            if not is_standalone_fraction or self._has_skipped_step():
+                return
         if num_new_updates > 1:
             log.warning_once(
                 "%s.step() was called once for %d updates. A schedule that is stepped per epoch needs "
@@ -241,18 +242,22 @@ class PreparedScheduler(LRScheduler):
                 num_new_updates,
             )
         self._num_counted_updates = num_updates
-        ticks = self.rule.ticks(window_length)
-        num_steps = ticks
+        self._make_scheduler_steps(self.rule.ticks(window_length))
+
+    def _make_scheduler_steps(self, num_steps: int) -> None:
+        """Make the scheduler steps of one update. Warn once if the schedule ended long ago.
+
+        Args:
+            num_steps: Number of scheduler steps, as the rule determines it.
+        """
+        num_possible_steps = num_steps
         if self._is_one_cycle:  # OneCycleLR raises an error if it steps past its end
-            num_steps = min(ticks, count_remaining_steps(self.scheduler))
-        for _ in range(num_steps):
+            num_possible_steps = min(num_steps, count_remaining_steps(self.scheduler))
+        for _ in range(num_possible_steps):
             self.scheduler.step()
-        if (
-            ticks > 1
-            and self._decay_length is not None
-            and has_at_most_one_step_left(self.scheduler, self._decay_length)
-        ):
-            self._warn_of_updates_after_end(ticks, self._decay_length)
+        decay_length = self._decay_length
+        if num_steps > 1 and decay_length is not None and has_at_most_one_step_left(self.scheduler, decay_length):
+            self._warn_of_updates_after_end(num_steps, decay_length)
 
     def _warn_of_updates_after_end(self, ticks: int, length: int) -> None:
         """Warn once if updates continue well after the schedule's end, at a learning rate of nearly zero.
@@ -279,9 +284,9 @@ class PreparedScheduler(LRScheduler):
                 ticks,
             )
 
-    def _is_no_step_skipped(self) -> bool:
-        """Whether no optimizer of this scheduler skipped its last step."""
-        return not any(optimizer.step_was_skipped for optimizer in self.optimizers)
+    def _has_skipped_step(self) -> bool:
+        """Whether an optimizer of this scheduler skipped its last step."""
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def set_rule(self, rule: SchedulerStepRule) -> None:
         """Set the rule for the number of scheduler steps per update."""

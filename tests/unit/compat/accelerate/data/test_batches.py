@@ -44,7 +44,7 @@ def test_send_to_device():
     assert batches.send_to_device(Pair(torch.ones(1), "text"), "meta", non_blocking=True).one.is_meta
 
 
-def test_concatenate():
+def test_concatenate_keeps_nested_types_and_refuses_text():
     joined = batches.concatenate([Pair(torch.ones(1), {"x": torch.zeros(2)})] * 2)
     assert isinstance(joined, Pair)
     assert joined.other["x"].shape == (4,)
@@ -54,7 +54,7 @@ def test_concatenate():
         batches.concatenate(["one", "two"])
 
 
-def test_conversions_and_queries():
+def test_conversions_and_queries_reach_nested_tensors():
     half = torch.ones(2, dtype=torch.bfloat16)
     assert batches.convert_to_fp32([half])[0].dtype == torch.float32
     assert batches.convert_outputs_to_fp32(lambda: {"x": half})()["x"].dtype == torch.float32

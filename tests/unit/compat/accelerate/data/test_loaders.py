@@ -9,7 +9,8 @@ from headway.compat.accelerate.data.loaders import AccelerateRules, DataLoaderDi
 from headway.core.config.run import DataLoaderConfiguration
 from headway.core.data.build import prepare_loader
 from headway.core.data.loader import LoaderEvents
-from headway.core.data.sampling.order import LoadingRules, SamplerOrder
+from headway.core.data.loading_rules import LoadingRules
+from headway.core.data.sampling.sampler_order import SamplerOrder
 from headway.core.data.sampling.shard import ShardIndex
 from tests.unit.core.data.fakes import Numbers, Stream, run_on_ranks
 

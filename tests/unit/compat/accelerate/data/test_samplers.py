@@ -142,6 +142,15 @@ def test_skipping_samplers_and_loaders_equal_accelerates():
         assert [each.tolist() for each in other] == [each.tolist() for each in one]
 
 
+def test_skipping_more_batches_than_there_are_leaves_none():
+    """The `len()` of Accelerate's sampler raises ValueError, and so does `list()`, which calls it."""
+    batches = BatchSampler(SequentialSampler(range(10)), 3, False)
+    one, other = (kind.SkipBatchSampler(batches, 5) for kind in (theirs, ours))
+    assert [*iter(one)] == []
+    assert list(other) == []
+    assert len(other) == 0
+
+
 def test_get_sampler_finds_the_innermost_sampler():
     sampler = SequentialSampler(range(6))
     batches = BatchSampler(sampler, 2, False)
@@ -173,7 +182,7 @@ def test_prepare_data_loader_splits_like_accelerates(split, even, drop):
         assert not isinstance(other, loaders.DataLoaderDispatcher)
 
 
-def test_seedable_order_of_one_process():
+def test_seedable_order_of_one_process_equals_accelerates():
     def prepare(kind, **options):
         torch.manual_seed(4)
         loader = DataLoader(range(9), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))

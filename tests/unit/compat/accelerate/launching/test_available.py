@@ -8,14 +8,14 @@ from packaging import version
 
 import headway
 from headway.compat.accelerate.launching import available
-from headway.compat.accelerate.served.tables import SERVED
+from headway.compat.accelerate.provided_names.tables import PROVIDED
 from headway.errors import ConfigError
 
 # `is_rich_available` depends on a setting of Accelerate, and `is_torch_version` takes arguments.
 ELSEWHERE = {"is_rich_available", "is_torch_version"}
 
 
-PROBES = sorted(name for name in SERVED if name.startswith("is_") and hasattr(theirs, name) and name not in ELSEWHERE)
+PROBES = sorted(name for name in PROVIDED if name.startswith("is_") and hasattr(theirs, name) and name not in ELSEWHERE)
 
 
 @pytest.mark.parametrize("name", PROBES)
@@ -55,7 +55,7 @@ def test_package_version_is_in_a_range():
     assert not available._has_package("no_such.package")
 
 
-def test_fp8_capability(monkeypatch):
+def test_fp8_is_available_only_if_all_gpus_support_it(monkeypatch):
     monkeypatch.setattr(available, "_query_nvidia_smi", lambda field: ["8.9"])
     assert available.check_cuda_fp8_capability() is True
     monkeypatch.setattr(available, "_query_nvidia_smi", lambda field: ["8.6", "9.0"])

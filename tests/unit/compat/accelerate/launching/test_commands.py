@@ -114,11 +114,11 @@ def test_to_fsdp2_rewrites_a_file(tmp_path, monkeypatch, capsys):
     assert f"{source} would be written over" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", [*line, "--output_file", str(made)])
     assert commands.main() == 0
-    wanted = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard_after_forward": False, "fsdp_version": 2}}
-    assert yaml.safe_load(made.read_text()) == wanted
+    expected = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard_after_forward": False, "fsdp_version": 2}}
+    assert yaml.safe_load(made.read_text()) == expected
     monkeypatch.setattr("sys.argv", [*line, "--overwrite"])
     assert commands.main() == 0
-    assert yaml.safe_load(source.read_text()) == wanted
+    assert yaml.safe_load(source.read_text()) == expected
 
 
 def test_origins_name_the_users_file_and_not_its_translation(tmp_path):

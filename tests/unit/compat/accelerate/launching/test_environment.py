@@ -75,7 +75,7 @@ def test_basic_config_is_read_by_launch(tmp_path, capsys, monkeypatch):
         environment.write_basic_config("fp9", tmp_path / "new.yaml")
 
 
-def test_small_utilities(monkeypatch):
+def test_small_utilities_return_the_documented_values(monkeypatch):
     assert environment.convert_bytes(1536) == "1.5 KB"
     assert environment.convert_file_size_to_int("5GB") == 5 * 10**9
     assert environment.are_libraries_initialized("os", "no_such_library") == ["os"]
@@ -112,7 +112,7 @@ def test_missing_tqdm_is_named(monkeypatch):
         headway.tqdm(range(3))
 
 
-def test_fsdp_variables_and_environment_lines(monkeypatch):
+def test_fsdp_variables_are_set_and_unsafe_environment_lines_are_dropped(monkeypatch):
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         monkeypatch.setenv(name, "old")
     monkeypatch.delenv("ACCELERATE_USE_FSDP")

@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from headway.compat.accelerate.launching.layout_words import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, read_fsdp, read_size
 from headway.core.config.launch import SETTINGS
-from headway.core.config.parallelism import LayoutRequest
+from headway.core.config.layout_request import LayoutRequest
 from headway.core.config.values import check_file_value
 from headway.errors import ConfigError
 
@@ -40,7 +40,7 @@ def test_all_layout_flags_of_accelerate_launch_are_known():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "wanted"),
+    ("name", "value", "expected"),
     [
         ("reshard_after_forward", "false", {"fsdp_reshard_after_forward": False}),
         ("reshard_after_forward", True, {"fsdp_reshard_after_forward": True}),
@@ -78,11 +78,11 @@ def test_all_layout_flags_of_accelerate_launch_are_known():
         ("activation_checkpointing_offload", False, {"activation_checkpointing_offload": False}),
     ],
 )
-def test_supported_option_becomes_a_setting(name, value, wanted):
+def test_supported_option_becomes_a_setting(name, value, expected):
     found = read_fsdp_options(**{name: value})
-    assert get_settings(found) == wanted
+    assert get_settings(found) == expected
     assert found.refused == {}
-    for setting, decided in wanted.items():  # a config file accepts the value, too
+    for setting, decided in expected.items():  # a config file accepts the value, too
         assert check_file_value(SETTINGS[setting], decided, "") == decided
 
 

@@ -110,8 +110,8 @@ def test_gradients_reach_the_offloaded_weights(copies):
     x = torch.randn(6, 3)
     for each in (model, other):
         each(x).square().sum().backward()
-    for parameter, wanted in zip(model.parameters(), other.parameters()):
-        assert torch.equal(parameter.grad, wanted.grad)
+    for parameter, expected in zip(model.parameters(), other.parameters()):
+        assert torch.equal(parameter.grad, expected.grad)
 
 
 def test_values_written_in_a_forward_are_copied_back(copies):
@@ -220,7 +220,7 @@ def test_values_written_in_the_block_are_kept(copies):
 
 def test_streamed_model_has_offloaded_params_and_aligns():
     """Copies within host memory stand for a device."""
-    from headway.core.weights.names import TensorLocation
+    from headway.core.weights.locations import TensorLocation
     from headway.offload.execution import _LoadWeights
 
     module = nn.Linear(2, 2)

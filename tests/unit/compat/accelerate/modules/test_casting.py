@@ -68,7 +68,7 @@ def test_single_pattern_is_not_a_list_of_letters():
     assert model["cast"].weight.dtype == HALF
 
 
-def test_casting_hook_on_a_whole_block():
+def test_casting_hook_stores_a_whole_block_in_half_precision():
     block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(False)
     add_hook_to_module(block, LayerwiseCastingHook(HALF, torch.float32, False))
     assert {each.dtype for each in block.parameters()} == {HALF}

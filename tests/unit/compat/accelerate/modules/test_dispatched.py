@@ -176,7 +176,7 @@ def test_map_without_some_modules_needs_a_disabled_check(model, inputs, tmp_path
     assert torch.equal(model(inputs), expected)
 
 
-def test_state_dict_of_an_offloaded_model():
+def test_state_dict_of_an_offloaded_model_has_all_values():
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     net.scale = torch.nn.Parameter(torch.randn(2))  # of the model itself, not of a submodule

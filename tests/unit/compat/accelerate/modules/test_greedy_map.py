@@ -74,11 +74,11 @@ def compare_device_maps(widths, flags, budgets, dtype, balances):
         assert greedy_map.get_balanced_memory(model, **given, low_zero=balances) == budgets
         arguments["max_memory"] = budgets
     try:
-        wanted = theirs(model, **{**arguments, "max_memory": dict(arguments["max_memory"])})
+        expected = theirs(model, **{**arguments, "max_memory": dict(arguments["max_memory"])})
     except (IndexError, KeyError, AttributeError):
         # Accelerate fails for tied parameters of the root module, and for fallbacks with fractional sizes.
         return
-    assert ours(model, **arguments) == wanted
+    assert ours(model, **arguments) == expected
     compared.append(1)
 
 
@@ -90,7 +90,7 @@ def test_device_maps_equal_accelerates():
 
 
 @pytest.mark.parametrize("budgets", [{"cpu": 300}, {"cpu": 10**6, "disk": 10}, {0: "1KB", "cpu": "1MB"}])
-def test_budgets_of_other_types(budgets):
+def test_budgets_of_other_types_give_accelerates_map(budgets):
     model = Model([4, 4], True, True)
     assert ours(model, dict(budgets)) == theirs(model, dict(budgets))
 
@@ -106,10 +106,10 @@ def test_budgets_of_other_types(budgets):
 def test_sizes_equal_accelerates(widths, tied, dtype, special, buffers_only):
     model = Model(widths, tied, True)
     if dtype == "float16":  # only Headway accepts the name of a dtype
-        wanted = modeling.compute_module_sizes(model, torch.float16, special, buffers_only)
+        expected = modeling.compute_module_sizes(model, torch.float16, special, buffers_only)
     else:
-        wanted = modeling.compute_module_sizes(model, dtype, special, buffers_only)
-    assert greedy_map.compute_module_sizes(model, dtype, special, buffers_only) == wanted
+        expected = modeling.compute_module_sizes(model, dtype, special, buffers_only)
+    assert greedy_map.compute_module_sizes(model, dtype, special, buffers_only) == expected
     assert greedy_map.compute_module_total_buffer_size(model, dtype) == modeling.compute_module_total_buffer_size(
         model, torch.float16 if dtype == "float16" else dtype
     )
@@ -131,3 +131,14 @@ def test_maps_are_checked_like_in_accelerate(device_map):
             return [str(each.message) for each in caught]
 
     assert collect_messages(dispatched.check_device_map) == collect_messages(modeling.check_device_map)
+
+
+def test_low_zero_needs_no_devices_that_count_up_from_zero():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    budgets = {1: 600, 3: 600, "cpu": 10_000}
+    assert greedy_map.get_balanced_memory(model, budgets, low_zero=True) == greedy_map.get_balanced_memory(
+        model, budgets
+    )
+    num_bytes = sum(each.nbytes for each in model.parameters())
+    low = greedy_map.get_balanced_memory(model, {0: 10_000, 3: 600, "cpu": 10_000}, low_zero=True)
+    assert low == {0: num_bytes - 600, 3: 600, "cpu": 10_000}

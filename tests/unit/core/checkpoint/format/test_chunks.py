@@ -12,16 +12,13 @@ import torch
 from hypothesis import given, settings
 
 from headway.core.checkpoint.format.chunks import ChunkGrid, TensorChunk, intersect_box, iterate_overlapping
-from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile, _compute_digest
-from headway.core.checkpoint.loading.files import (
-    CheckpointFiles,
-    ChunkedTensor,
-    open_tensors,
-    read_state,
-    verify_checkpoint,
-)
+from headway.core.checkpoint.format.entries import TensorEntry, WrittenFile
+from headway.core.checkpoint.format.manifest import Manifest, _compute_digest
+from headway.core.checkpoint.loading.chunked import CheckpointFiles, ChunkedTensor
+from headway.core.checkpoint.loading.files import open_tensors, read_state, verify_checkpoint
 from headway.core.checkpoint.saving import writer
 from headway.core.checkpoint.saving.file_plan import make_sharded_entries, plan_own_boxes
+from headway.core.checkpoint.saving.job import DiskShare, SaveJob, SavePolicy
 from headway.core.checkpoint.state import CollectedState
 from headway.core.weights.export import save_weights
 from headway.core.weights.files import open_checkpoint
@@ -65,8 +62,10 @@ def test_grid_equals_its_chunks(sizes, draw):
     for _ in range(5):
         offsets = [draw.randrange(size) for size in shape]
         box = [draw.randint(0, size - start) for start, size in zip(offsets, shape)]
-        wanted = [chunk for chunk in boxes if prod(intersect_box(chunk, offsets, box)[1])]
-        assert list(iterate_overlapping(grid, offsets, box)) == list(iterate_overlapping(boxes, offsets, box)) == wanted
+        expected = [chunk for chunk in boxes if prod(intersect_box(chunk, offsets, box)[1])]
+        assert (
+            list(iterate_overlapping(grid, offsets, box)) == list(iterate_overlapping(boxes, offsets, box)) == expected
+        )
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -153,8 +152,8 @@ def test_grid_needs_enough_bytes_and_unique_keys():
 
 
 def make_job(folder, part, num_parts, tensors):
-    share = writer.DiskShare(part, num_parts, part == 0)
-    return writer.SaveJob(folder / "checkpoint_1", "0" * 16, share, CollectedState(tensors), {}, writer.SavePolicy())
+    share = DiskShare(part, num_parts, part == 0)
+    return SaveJob(folder / "checkpoint_1", "0" * 16, share, CollectedState(tensors), {}, SavePolicy())
 
 
 def make_piece(whole, split, part):

@@ -41,10 +41,10 @@ def test_checkpoint_of_accelerate_is_named_and_its_weights_load_as_advised(tmp_p
         lambda: accelerator.resume(folder),
         lambda: accelerator.resume("latest"),
     ):
-        with pytest.raises(CheckpointError, match="is a checkpoint of Accelerate") as caught:
+        with pytest.raises(CheckpointError, match="is a checkpoint of Accelerate") as exc_info:
             load()
-        assert told in str(caught.value)
-        assert "optimizer.bin" in str(caught.value)
+        assert told in str(exc_info.value)
+        assert "optimizer.bin" in str(exc_info.value)
     from headway import load_checkpoint_in_model
 
     fresh = torch.nn.Linear(3, 1)

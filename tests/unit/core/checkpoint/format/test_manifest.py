@@ -10,17 +10,13 @@ import torch
 from hypothesis import given, settings
 
 from headway.core.checkpoint.format.chunks import ChunkGrid
+from headway.core.checkpoint.format.chunks import TensorChunk as Chunk
+from headway.core.checkpoint.format.entries import ALGORITHM, ITEM_BYTES, PIECE, TensorEntry, WrittenFile
 from headway.core.checkpoint.format.manifest import (
-    ALGORITHM,
     FORMAT,
-    ITEM_BYTES,
     MANIFEST,
-    PIECE,
     VERSION,
-    Chunk,
     Manifest,
-    TensorEntry,
-    WrittenFile,
     _compute_digest,
     read_manifest,
 )
@@ -173,9 +169,9 @@ def test_json_of_another_program_is_not_a_manifest(whole):
 
 @pytest.mark.parametrize("version", [VERSION + 1, VERSION - 1, str(VERSION), None, [VERSION]])
 def test_unknown_version_is_named_with_the_supported_one(version):
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as exc_info:
         Manifest.decode(encode_content(decode_content(), version=version))
-    assert f"is of version {version!r} of the format; this Headway reads {VERSION}" in str(caught.value)
+    assert f"is of version {version!r} of the format; this Headway reads {VERSION}" in str(exc_info.value)
 
 
 def test_unknown_version_is_reported_before_the_content_is_checked():
@@ -294,9 +290,9 @@ def test_read_manifest_names_a_folder_without_a_manifest(tmp_path):
 
 def test_read_manifest_names_the_path_of_a_damaged_file(tmp_path):
     (tmp_path / MANIFEST).write_bytes(build_manifest().encode()[:-40])
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as exc_info:
         read_manifest(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / MANIFEST} cannot be read: JSONDecodeError")
+    assert str(exc_info.value).startswith(f"{tmp_path / MANIFEST} cannot be read: JSONDecodeError")
 
 
 SMALL = Manifest({"a": TensorEntry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f", "a"), Chunk((2, 0), (2, 2), "f", "b")))},

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file, safe_open
 
-from headway.core.checkpoint.format.manifest import Chunk, Manifest, TensorEntry, WrittenFile, read_manifest
+from headway.core.checkpoint.format.chunks import TensorChunk as Chunk
+from headway.core.checkpoint.format.entries import TensorEntry, WrittenFile
+from headway.core.checkpoint.format.manifest import Manifest, read_manifest
 from headway.core.checkpoint.format.tensors import write_shards
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
 from headway.core.checkpoint.state import CollectedState

@@ -2,11 +2,15 @@
 
 import logging
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from headway import EarlyStopping
+from headway import EarlyStopping, ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError
 from tests.unit.core.checkpoint.resume.test_methods import build, train_epoch
 
@@ -44,6 +48,59 @@ def test_rotation_keeps_the_best_checkpoint():
     accelerator, model, weights = save_several([0.3, 0.1, 0.2, 0.4], keep_best="min", total_limit=1)
     accelerator.resume("best")
     assert torch.equal(model.weight, weights[1])
+
+
+def list_numbers(project_dir="run"):
+    """Return the numbers of the checkpoints that exist."""
+    folders = [path for path in Path(project_dir, "checkpoints").iterdir() if path.is_dir()]
+    return sorted(int(path.name.removeprefix("checkpoint_")) for path in folders)
+
+
+@given(
+    metrics=st.lists(st.one_of(st.none(), st.integers(0, 4).map(float)), min_size=1, max_size=9),
+    limit=st.integers(1, 3),
+    num_best=st.integers(1, 4),
+    keep=st.sampled_from(["min", "max"]),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rotation_keeps_the_newest_and_the_best_checkpoints(tmp_path, metrics, limit, num_best, keep):
+    """Of equal metrics, the earlier one is better."""
+    folder = tempfile.mkdtemp(dir=tmp_path)
+    save_several(metrics, project_dir=folder, keep_best=keep, num_best=num_best, total_limit=limit)
+    sign = 1 if keep == "min" else -1
+    ranked = sorted((sign * metric, number) for number, metric in enumerate(metrics) if metric is not None)
+    newest = range(max(0, len(metrics) - limit), len(metrics))
+    assert list_numbers(folder) == sorted({*newest, *(number for _, number in ranked[:num_best])})
+
+
+def test_rotation_keeps_one_checkpoint_per_interval_of_updates_also_after_a_resume():
+    """Each epoch has six updates, so saves follow 6, 12, ... updates. The first ones at or after 20 and 40 are kept."""
+    save_several([None] * 5, keep_every=20, total_limit=1)
+    assert list_numbers() == [3, 4]  # 24 updates, and the newest one
+    accelerator, model, optimizer, loader = build(keep_every=20, total_limit=2)
+    accelerator.resume("latest")
+    for _ in accelerator.epochs(9):
+        train_epoch(accelerator, model, optimizer, loader)
+        accelerator.save_state()
+    assert list_numbers() == [3, 6, 7, 8]  # 24 and 42 updates, and the two newest ones
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_best": 0, "keep_best": "min"}, "num_best=0; give the number of best checkpoints"),
+        ({"num_best": 2}, "num_best=2 needs keep_best"),
+        ({"keep_every": 0}, "keep_every=0; give a number of updates"),
+        ({"keep_every": True}, "keep_every=True; give a number of updates"),
+        (
+            {"keep_every": 5, "automatic_checkpoint_naming": False},
+            "keep_every=5 needs automatic_checkpoint_naming=True",
+        ),
+    ],
+)
+def test_impossible_numbers_of_kept_checkpoints_are_errors(values, message):
+    with pytest.raises(ConfigError, match=message):
+        ProjectConfiguration("run", **{"automatic_checkpoint_naming": True, **values})
 
 
 def test_background_save_can_be_the_best():

@@ -227,3 +227,62 @@ def test_resumed_run_that_was_finished_reports_that_nothing_is_left(tmp_path, ca
     assert "nothing is left" not in caplog.text
     assert run(1) == []
     assert "nothing is left to train: resumed after 1 of 1 epochs" in caplog.text
+
+
+def train_without_a_loader(num_epochs, saves, stop_after=None):
+    """Train on batches of a registered generator. Return the number of updates, the weight and whether the run was stopped.
+
+    Args:
+        num_epochs: Number of epochs, with three updates each.
+        saves: "start", "middle" or "end": where in an epoch a checkpoint is saved.
+        stop_after: Epoch in which the run ends after its second update, as if it was killed.
+    """
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+
+    class Source:
+        def state_dict(self):
+            return {"state": generator.get_state()}
+
+        def load_state_dict(self, state):
+            generator.set_state(state["state"])
+
+    project = ProjectConfiguration("without_loader", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.register_for_checkpointing(Source())
+    accelerator.resume("latest")
+    for epoch in accelerator.epochs(num_epochs):
+        if saves == "start" and epoch:
+            accelerator.save_state()
+        for step in range(3):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.randn(4, 3, generator=generator)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 1 and saves == "middle":
+                accelerator.save_state()
+            if step == 1 and epoch == stop_after:
+                return accelerator.num_updates, model.weight.tolist()
+        if saves == "end":
+            accelerator.save_state()
+    return accelerator.num_updates, model.weight.tolist()
+
+
+def test_a_loop_without_a_loader_resumes_from_a_save_at_the_start_of_an_epoch(monkeypatch, tmp_path, caplog):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = train_without_a_loader(4, "start")
+    monkeypatch.chdir(tmp_path)
+    train_without_a_loader(4, "start", stop_after=2)
+    assert train_without_a_loader(4, "start") == whole
+    assert whole[0] == 12
+    assert "was saved at the end of epoch" not in caplog.text
+
+
+@pytest.mark.parametrize(("saves", "is_told"), [("end", True), ("middle", False)])
+def test_a_save_that_repeats_a_finished_epoch_is_told(monkeypatch, tmp_path, caplog, saves, is_told):
+    monkeypatch.chdir(tmp_path)
+    train_without_a_loader(2, saves)
+    assert caplog.text.count("a checkpoint was saved at the end of epoch 0, but a run that resumes") == is_told

@@ -121,7 +121,7 @@ def test_lock_is_released_when_a_background_save_ends(trains_on, monkeypatch):
     accelerator.stop_watching()
     assert lock.exists()  # the save needs it
     if trains_on:
-        accelerator._checkpoints._lock_before_training()
+        accelerator._checkpoints._lock.acquire_before_training()
     may_write.set()
     accelerator.wait_for_save()
     assert lock.exists() == trains_on

@@ -458,8 +458,8 @@ accelerator.save_state(blocking=False)
 
 @pytest.mark.slow
 def test_background_save_is_finished_at_exit(tmp_path):
-    ran = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
+    result = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
     verify_checkpoint(tmp_path / "checkpoints" / "checkpoint_0")
 
 

@@ -57,7 +57,7 @@ def late_copy(monkeypatch):
 def test_optimizer_step_waits_for_the_copy(microbatching, tmp_path, late_copy):
     accelerator, model, optimizer = build_prepared(tmp_path, microbatching=microbatching)
     update(accelerator, model, optimizer)
-    wanted = copy_state(model, optimizer)
+    expected = copy_state(model, optimizer)
     folder = accelerator.save_state(blocking=False)
     assert not late_copy.is_set()
     update(accelerator, model, optimizer)  # forward changes the buffers, and the step changes all other state
@@ -65,7 +65,7 @@ def test_optimizer_step_waits_for_the_copy(microbatching, tmp_path, late_copy):
     accelerator.wait_for_save()
     found = dict(read_tensors(folder, verify_checkpoint(folder)))
     changed = copy_state(model, optimizer)
-    for name, value in wanted.items():
+    for name, value in expected.items():
         assert torch.equal(found[name], value), name
         assert not torch.equal(changed[name], value), name
     accelerator.end_training()

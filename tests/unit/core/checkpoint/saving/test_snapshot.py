@@ -11,10 +11,11 @@ import torch
 
 from headway.core.checkpoint.format.manifest import read_manifest
 from headway.core.checkpoint.saving import writer
+from headway.core.checkpoint.saving.background import BackgroundSave
 from headway.core.checkpoint.saving.snapshot import HostCopies
 from headway.core.checkpoint.state import CollectedState
 from headway.core.runtime import pinned_memory
-from headway.core.weights.shards import get_raw_bytes
+from headway.core.weights.tensor_bytes import get_raw_bytes
 from tests.unit.core.checkpoint.reading import read_tensors
 from tests.unit.core.checkpoint.saved import TENSORS, make_job
 
@@ -92,7 +93,7 @@ def test_writing_thread_waits_for_every_device(tmp_path):
     made = make_job(tmp_path, content=CollectedState(taken.tensors), pending_copies=taken.pending_copies)
     writer.create_staging(made)
     writer.mark_as_writing(made)
-    background = writer.BackgroundSave()
+    background = BackgroundSave()
     background.start(made)
     background.join()
     background.raise_error()

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from headway.core.data.feeds.stream import StreamCollate, is_shardable
+from headway.core.data.feeds.stream import is_shardable
+from headway.core.data.feeds.stream_collate import StreamCollate
 from headway.core.data.sampling.shard import SampleSplit
 from headway.errors import DataError, HeadwayWarning
 from tests.unit.core.data.fakes import SizedStream, Stream, join_real_rows, prepare, read_batches, run_on_ranks
@@ -285,7 +286,7 @@ def test_few_shards_are_read_by_every_rank():
     assert join_real_rows(replace_rows_by_values([read_batches(loader) for loader in loaders])) == list(range(7))
 
 
-def test_map_style_datasets_with_a_torch_format():
+def test_map_style_datasets_with_a_torch_format_are_read_once():
     data = datasets.Dataset.from_dict({"x": list(range(9))}).with_format("torch")
     loaders = [prepare(DataLoader(data, batch_size=2, shuffle=True), rank, 2) for rank in range(2)]
     assert sorted(join_real_rows(replace_rows_by_values([read_batches(loader) for loader in loaders]))) == list(

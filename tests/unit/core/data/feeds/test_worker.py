@@ -35,7 +35,7 @@ def draw_for_indices(indices):
     return out
 
 
-def test_numbers_of_a_sample_depend_only_on_its_position():
+def test_random_numbers_of_a_sample_depend_only_on_its_position():
     whole = draw_for_indices(pickle.loads(pickle.dumps(SeededIndices([7, 3, 9, 4], 5, 100))))
     parts = {}
     for position, half in ((102, [9, 4]), (100, [7, 3])):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 from headway import Accelerator, ProjectConfiguration
 from headway.core.data.sampling.loader_generator import LoaderGenerator
-from headway.core.data.sampling.order import SamplerOrder
+from headway.core.data.sampling.sampler_order import SamplerOrder
 
 NUM_DRAWN = 150
 DRAWS = {

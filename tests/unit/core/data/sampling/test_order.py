@@ -15,15 +15,10 @@ from torch.utils.data import (
 )
 
 from headway.core.config.run import DataLoaderConfiguration
+from headway.core.data.loading_rules import LoadingRules, RandomSource
 from headway.core.data.sampling.loader_generator import LoaderGenerator
-from headway.core.data.sampling.order import (
-    DrawnOrder,
-    LoadingRules,
-    PureOrder,
-    RandomSource,
-    SamplerOrder,
-    draw_permutation,
-)
+from headway.core.data.sampling.order import DrawnOrder, PureOrder, draw_permutation
+from headway.core.data.sampling.sampler_order import SamplerOrder
 from headway.core.data.sampling.shard import SampleSplit
 from headway.core.runtime.seed import mix_seed
 from tests.unit.core.data.fakes import prepare
@@ -90,7 +85,7 @@ def choose_order(sampler, is_seedable):
         (WeightedRandomSampler([1.0] * 9, 4), False),
     ],
 )
-def test_samplers_with_a_pure_order(sampler, is_pure):
+def test_order_is_pure_only_for_whole_permutations_without_a_generator(sampler, is_pure):
     assert isinstance(choose_order(sampler, True), PureOrder) == is_pure
 
 

@@ -269,13 +269,13 @@ def test_epoch_starts_at_a_window_or_after_skipped_rounds(split, number, length)
     assert skipped.num_consumed == sum(map(len, steps[:number]))
 
 
-@pytest.mark.parametrize(("window", "steps", "count", "wanted"), [
+@pytest.mark.parametrize(("window", "steps", "count", "expected"), [
     (16, 1, 3, [[5, 5, 6]]),
     (16, 3, 3, [[1, 2, 2], [1, 2, 2], [2, 2, 2]]),
     (2, 1, 3, [[0, 1, 1]]),
 ])  # fmt: skip
-def test_counts_of_some_windows(window, steps, count, wanted):
+def test_counts_of_some_windows(window, steps, count, expected):
     split = UpdateSplit(window, steps, count)
     found = [list(split.get_rank_samples(each, 0, [])[1]) for each in split.split_epoch(range(window)).steps]
-    assert found == wanted
+    assert found == expected
     assert split.samples_per_step == (window if steps == 1 else None)

@@ -79,6 +79,12 @@ def test_batch_size_is_the_first_dimension_found():
     assert find_batch_size(torch.tensor(3)) is None
 
 
+def test_batch_size_of_images_before_their_text_is_that_of_the_text():
+    """Processors of vision-language models return one entry of `pixel_values` per patch."""
+    assert find_batch_size({"pixel_values": torch.ones(64, 8), "input_ids": torch.ones(2, 5)}) == 2
+    assert find_batch_size({"pixel_values": torch.ones(3, 8), "input_ids": "text"}) == 3
+
+
 def test_concatenate_needs_equal_structures():
     joined = concatenate([[X], [X + 3]])
     assert joined[0].tolist() == [0, 1, 2, 3, 4, 5]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from headway.common.sealing import Seal, UnsealedCounter
-from headway.core.runtime import process, pulse
+from headway.core.runtime import heartbeat_file, process
 from headway.core.runtime.control_plane import control
 from headway.core.runtime.control_plane.roll_call import check_in, describe_missing, list_present, name_ranks
 from headway.core.runtime.control_plane.sealed_store import SealedStore
@@ -55,16 +55,16 @@ def test_new_runtime_has_a_new_control_plane():
 @pytest.mark.slow
 def test_abort_ends_the_process_with_its_reason():
     code = "from headway.core.runtime.control_plane import control; control.current().abort('the disk is full')"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 1
-    assert "headway: rank 0 of 1 (host " in ran.stderr
-    assert ran.stderr.endswith("ended the run: the disk is full\n")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 1
+    assert "headway: rank 0 of 1 (host " in result.stderr
+    assert result.stderr.endswith("ended the run: the disk is full\n")
 
 
 @given(st.integers(0, 2**63), st.integers(0, 2**31))
 def test_progress_is_read_back(update, micro_step):
     control.note_progress(update, micro_step)
-    reading = pulse.get_own_pulse().read()
+    reading = heartbeat_file.get_own_file().read()
     assert (reading.update, reading.micro_step) == (update, micro_step)
 
 
@@ -91,7 +91,7 @@ def test_two_processes_with_the_same_rank_are_reported():
     assert not wait_for_keys(store, ["never"], timedelta(seconds=0.05))
 
 
-def test_sources_of_the_timeout(monkeypatch):
+def test_timeout_comes_from_the_argument_before_the_environment(monkeypatch):
     assert process.start(cpu=True).timeout == timedelta(seconds=600)
     process.reset()
     monkeypatch.setenv("HEADWAY_TIMEOUT", "42")

@@ -8,19 +8,29 @@ from headway.core.config.float8 import Float8Options
 from headway.core.config.mesh import Layout
 from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.core.strategies.build import _check_automatic_microbatching
-from headway.core.strategies.fully_sharded.units import move_buffers
+from headway.core.strategies.fully_sharded.model_sharder import move_unsharded
 from headway.errors import PrepareError, UnsupportedError
-from headway.layouts.context.sequences import check_options
-from headway.layouts.tensor import tensor_parallel as agreement
+from headway.layouts.context.context_parallel import check_options
+from headway.layouts.tensor import gradient_agreement
 from headway.layouts.tensor.crossings import SplitAxis
-from headway.layouts.tensor.tensor_parallel import _check_size
+from headway.layouts.tensor.parameter_splits import ParameterSplit, _check_size
 
 
-def test_move_buffers_leaves_parameters() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    move_buffers(model, torch.device("meta"))
+class OtherParameter(nn.Parameter):
+    """Parameter of a class that another package might define."""
+
+
+def test_move_unsharded_keeps_parameter_objects() -> None:
+    model = nn.BatchNorm1d(2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    model.other = OtherParameter(torch.ones(2))
+    parameters = dict(model.named_parameters())
+    move_unsharded(model, torch.device("meta"))
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert {name for name, parameter in parameters.items() if not parameter.is_meta} == {"other"}
+    assert [parameter.requires_grad for parameter in (model.scale, model.frozen)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -31,20 +41,20 @@ def test_each_rank_must_get_a_part(size: int, fits: bool) -> None:
     weight = torch.empty(size, 2)
     assert fits == (len(weight.chunk(4)) == 4)
     if fits:
-        _check_size("weight", weight, 0, 1, axis)
+        _check_size("weight", weight, ParameterSplit(0, 1), axis)
     else:
         with pytest.raises(PrepareError, match="cannot be split along dimension 0 across 4 ranks"):
-            _check_size("weight", weight, 0, 1, axis)
+            _check_size("weight", weight, ParameterSplit(0, 1), axis)
 
 
 def test_digest_is_equal_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     grad = torch.randn(3, 5)
-    whole = agreement._make_gradient_digest(grad)
-    monkeypatch.setattr(agreement, "_BLOCK_SIZE", 4)
-    torch.testing.assert_close(agreement._make_gradient_digest(grad), whole)
+    whole = gradient_agreement._make_gradient_digest(grad)
+    monkeypatch.setattr(gradient_agreement, "_BLOCK_SIZE", 4)
+    torch.testing.assert_close(gradient_agreement._make_gradient_digest(grad), whole)
     flat = grad.double().flatten()
     torch.testing.assert_close(whole, torch.stack([flat.norm(), flat @ torch.arange(15.0).double().cos()]))
-    assert agreement._make_gradient_digest(torch.empty(0)).tolist() == [0.0, 0.0]
+    assert gradient_agreement._make_gradient_digest(torch.empty(0)).tolist() == [0.0, 0.0]
 
 
 def test_sequence_parallelism_and_context_parallelism_exclude_each_other() -> None:

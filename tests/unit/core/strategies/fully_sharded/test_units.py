@@ -42,8 +42,8 @@ def test_model_without_blocks_is_one_unit():
 
 def test_units_are_given_by_class_or_name_innermost_first():
     model = Net()
-    for wanted in (nn.Linear, "Linear"):
-        units = find_units(model, ShardingOptions(units=(wanted,)))
+    for expected in (nn.Linear, "Linear"):
+        units = find_units(model, ShardingOptions(units=(expected,)))
         assert list_names(model, units) == [*(f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)), "head"]
     nested = find_units(model, ShardingOptions(units=("blocks.1", "blocks.1.0")))
     assert list_names(model, nested) == ["blocks.1.0", "blocks.1"]
@@ -53,7 +53,7 @@ def test_units_are_given_by_class_or_name_innermost_first():
         find_units(model, ShardingOptions(units="blocks"))
 
 
-def test_units_by_size():
+def test_smallest_modules_above_the_minimal_size_become_units():
     model = Net()
     assert list_names(model, find_units(model, ShardingOptions(min_num_params=70))) == [
         "blocks.0",
@@ -113,17 +113,27 @@ def test_frozen_parameters_can_stay_unsharded():
         find_units(model, ShardingOptions(ignored="gone"))
 
 
-def test_frozen_and_trainable_parameters_of_several_dtypes_share_a_unit():
+def test_scalars_stay_unsharded():
     model = Net()
-    model.blocks[0][0].to(torch.bfloat16).requires_grad_(False)  # type: ignore[index]
-    find_units(model, ShardingOptions())
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    model.blocks[0].frozen_scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64), requires_grad=False)
+    units = find_units(model, ShardingOptions())
+    assert units.ignored == {model.scale, model.blocks[0].frozen_scale}
+    assert find_units(model, ShardingOptions(ignored="scale")).ignored == units.ignored
+    plain = Net()
+    assert list_names(model, units) == list_names(plain, find_units(plain, ShardingOptions()))
+
+
+def test_frozen_and_trainable_parameters_of_several_dtypes_share_a_unit():
+    plain, mixed = Net(), Net()
+    mixed.blocks[0][0].to(torch.bfloat16).requires_grad_(False)  # type: ignore[index]
+    expected = list_names(plain, find_units(plain, ShardingOptions()))
+    assert list_names(mixed, find_units(mixed, ShardingOptions())) == expected
 
 
 def build_unsupported(change: str) -> nn.Module:
     model = Net()
-    if change == "scalar":
-        model.scale = nn.Parameter(torch.tensor(1.0))
-    elif change == "strided":
+    if change == "strided":
         model.head.weight = nn.Parameter(torch.randn(4, 7).t())
     elif change == "types":
         model.blocks[1][0].to(torch.bfloat16)  # type: ignore[index]
@@ -137,7 +147,6 @@ def build_unsupported(change: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("scalar", r"'scale' of Net is a scalar.*reshape\(1\)"),
         ("strided", r"'head.weight' of Net is not contiguous.*\.contiguous\(\)"),
         ("types", r"float32: blocks.1.2.weight, blocks.1.2.bias; .*bfloat16: |bfloat16: blocks.1.0.weight.*float32: "),
         ("sparse", "'tokens' of Net produces sparse gradients.*sparse=False"),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headway.core.tracking.report import load
-from headway.core.tracking.report.data import find_log
+from headway.core.tracking.report.key_figures import infer_run_status, list_differences, list_key_figures
+from headway.core.tracking.report.log_search import find_log
 from headway.core.tracking.report.page import html_page
-from headway.core.tracking.report.tables import infer_run_status, list_differences, list_key_figures
 from headway.core.tracking.runlog import RunLog
 from headway.errors import ConfigError, TrackingError
 from tests.unit.core.tracking.report.logs import BEGAN, Log, write_realistic_log
@@ -157,9 +157,9 @@ def test_error_for_a_wrong_path_lists_the_runs_nearby(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
         ConfigError, match=r"no run at .*missing.*log\.jsonl.*no run was found in .*folders below it"
-    ) as told:
+    ) as exc_info:
         load([tmp_path / "missing"])
-    assert "notes.txt" not in str(told.value)
+    assert "notes.txt" not in str(exc_info.value)
     with pytest.raises(ConfigError, match=r"is not a run: there is no .*log\.jsonl"):
         load([tmp_path])
     write_realistic_log(tmp_path / "deep" / "run", steps=5)
@@ -175,9 +175,9 @@ def test_error_for_a_wrong_path_lists_the_runs_nearby(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"folders below it do: headway report .*deep.run"):
         load([tmp_path])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"there are runs at .*other") as told:
+    with pytest.raises(ConfigError, match=r"there are runs at .*other") as exc_info:
         load([tmp_path / "empty"])
-    assert "deep/run" in str(told.value)
+    assert "deep/run" in str(exc_info.value)
     with pytest.raises(TrackingError):
         load([tmp_path / "notes.txt"])
 

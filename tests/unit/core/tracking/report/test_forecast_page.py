@@ -62,7 +62,7 @@ def test_answer_is_shown(fits, word):
     assert f">{word}</span>" in render_forecast_page("x", make_forecast(fits=fits))
 
 
-def test_page_without_a_budget_or_a_search():
+def test_page_leaves_out_charts_without_a_budget_or_a_search():
     page = render_forecast_page("x", make_forecast(budget=None, fits=None, largest_batch=None, by_batch=[]))
     assert page.count("<svg") == 1
     assert "budget" not in page

@@ -6,8 +6,8 @@ import pytest
 
 from headway.core.tracking.report import load
 from headway.core.tracking.report.data import RunData
+from headway.core.tracking.report.key_figures import list_key_figures
 from headway.core.tracking.report.panels import ALL_BUCKETS, build_panels, find_value_range
-from headway.core.tracking.report.tables import list_key_figures
 from tests.unit.core.tracking.report.logs import Log, write_realistic_log
 
 

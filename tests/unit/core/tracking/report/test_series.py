@@ -5,8 +5,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway.core.tracking.report.data import MAX_MARKS
-from headway.core.tracking.report.series import downsample
+from headway.core.tracking.report.series import MAX_MARKS, downsample
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 finite = st.floats(allow_nan=False, allow_infinity=False)

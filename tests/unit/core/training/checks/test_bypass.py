@@ -68,7 +68,7 @@ def test_scripts_that_check_sync_gradients_may_step_any_optimizer(steps: int, ca
     assert not caplog.records
 
 
-def test_other_parameters_and_interrupted_windows_are_not_checked() -> None:
+def test_other_parameters_and_interrupted_windows_are_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader = build()
     model, loader = accelerator.prepare(model, loader)
@@ -83,6 +83,7 @@ def test_other_parameters_and_interrupted_windows_are_not_checked() -> None:
     del inputs, targets
     mse_loss(model(torch.ones(2, 3)), torch.ones(2, 1)).backward()
     optimizer.step()  # after the loop, the script trains without Headway
+    assert not caplog.records
 
 
 def test_unprepared_optimizer_must_not_step_on_scaled_gradients() -> None:
@@ -91,6 +92,59 @@ def test_unprepared_optimizer_must_not_step_on_scaled_gradients() -> None:
     model, loader = accelerator.prepare(model, loader)
     with pytest.raises(StateError, match="fp16's loss scale"):
         train(accelerator, model, optimizer, loader)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_two_optimizers_of_the_same_parameters_in_one_window(
+    steps: int, is_shared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, _, loader = build()
+    first = torch.optim.SGD([model.weight] if not is_shared else model.parameters(), lr=0.1)
+    second = torch.optim.AdamW([model.bias], lr=0.1)
+    model, first, second, loader = accelerator.prepare(model, first, second, loader)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            for optimizer in (first, second):
+                optimizer.step()
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+    assert caplog.text.count("SGD and AdamW both update 1 parameters in one window") == is_shared
+
+
+def test_two_optimizers_whose_closures_compute_new_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, loader = build()
+    first, second = (torch.optim.LBFGS(model.parameters(), max_iter=2) for _ in range(2))
+    model, first, second, loader = accelerator.prepare(model, first, second, loader)
+    for optimizer in (first, second):
+        for inputs, targets in loader:
+
+            def compute_loss(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
+                first.zero_grad()
+                with accelerator.accumulate(model):
+                    loss = mse_loss(model(inputs), targets)
+                    accelerator.backward(loss)
+                return loss
+
+            optimizer.step(compute_loss)
+    assert "both update" not in caplog.text
+
+
+def test_two_optimizers_of_the_same_parameters_in_different_windows(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, first, loader = build()
+    second = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, first, second, loader = accelerator.prepare(model, first, second, loader)
+    for number, (inputs, targets) in enumerate(loader):
+        optimizer = (first, second)[number % 2]
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "both update" not in caplog.text
 
 
 def test_loader_of_another_accelerator_is_recognized() -> None:
@@ -108,12 +162,12 @@ def test_loader_of_another_accelerator_is_recognized() -> None:
             optimizer.zero_grad()
         assert first.gather_for_metrics(inputs).shape == inputs.shape
     assert closed == [4, 5]
-    assert first._training_step.windows.loader is None
+    assert first._training_step.windows.reads.loader is None
     own = first.prepare(DataLoader(torch.arange(3), batch_size=3))
     for _ in loader:
         for _ in own:
-            assert first._training_step.windows.loader is own
-        assert first._training_step.windows.loader is None  # outside a loop of the first accelerator
+            assert first._training_step.windows.reads.loader is own
+        assert first._training_step.windows.reads.loader is None  # outside a loop of the first accelerator
         break
 
 

@@ -398,6 +398,15 @@ def test_changed_buffers_are_named(warnings):
     assert "Buffers are not finite either (1.running_mean, 1.running_var)" in warnings[0]
 
 
+def test_float8_buffers_do_not_prevent_the_report(warnings):
+    accelerator, model, optimizer = build("skip", nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    model.register_buffer("codes", torch.zeros(3).to(torch.float8_e4m3fn))  # torch has no isfinite() for these dtypes
+    model.register_buffer("packed", torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    accelerator.backward(model(torch.tensor([GOOD, [NAN, 1.0, 1.0]])).mean())
+    optimizer.step()
+    assert "Buffers are not finite either (1.running_mean, 1.running_var)" in warnings[0]
+
+
 def test_batches_in_pieces_are_checked(warnings):
     accelerator, model, optimizer = build(microbatching="auto")
     rows = torch.ones(8, 3)

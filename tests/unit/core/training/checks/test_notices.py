@@ -13,7 +13,7 @@ from torch import nn
 from headway import Accelerator, GradScalerKwargs
 from headway.core.runtime import events
 from headway.core.tracking.report.data import load
-from headway.core.tracking.report.tables import list_key_figures
+from headway.core.tracking.report.key_figures import list_key_figures
 from headway.core.training.checks import notices
 
 

@@ -7,11 +7,10 @@ import torch
 
 from headway.core.training.checks.replicas import (
     _are_close,
-    _compute_checksums,
     _compute_distance,
     _get_tolerance,
-    _has_bits,
 )
+from headway.core.training.checksums import compute_checksums, has_bits
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.uint8)
@@ -21,9 +20,9 @@ DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.uint8)
 def test_changing_one_value_changes_the_checksum(dtype: torch.dtype) -> None:
     one = torch.arange(12).reshape(3, 4).to(dtype)
     other = one.clone()
-    assert _compute_checksums([one, other]) == [_compute_checksums([one])[0]] * 2
+    assert compute_checksums([one, other]) == [compute_checksums([one])[0]] * 2
     other[1, 2] = 1
-    assert _compute_checksums([one])[0] != _compute_checksums([other])[0]
+    assert compute_checksums([one])[0] != compute_checksums([other])[0]
     assert _compute_distance(one, one.clone()) == 0.0
     assert _compute_distance(one, other) == pytest.approx(5 / 11, rel=0.1)
     assert _compute_distance(one, other) > _get_tolerance(one)
@@ -31,11 +30,11 @@ def test_changing_one_value_changes_the_checksum(dtype: torch.dtype) -> None:
 
 def test_memory_order_makes_no_difference() -> None:
     one = torch.randn(2, 3, 4, 5)
-    assert _compute_checksums([one]) == _compute_checksums([one.to(memory_format=torch.channels_last)])
+    assert compute_checksums([one]) == compute_checksums([one.to(memory_format=torch.channels_last)])
 
 
 def test_empty_and_non_finite_tensors_are_compared() -> None:
-    assert _compute_checksums([torch.empty(0), torch.tensor(1.0)])[0] == 0
+    assert compute_checksums([torch.empty(0), torch.tensor(1.0)])[0] == 0
     assert _compute_distance(torch.empty(0), torch.empty(0)) == 0.0
     spoilt = torch.tensor([math.nan, math.inf, 1.0])
     assert _compute_distance(spoilt, spoilt.clone()) == 0.0
@@ -44,9 +43,9 @@ def test_empty_and_non_finite_tensors_are_compared() -> None:
 
 
 def test_tensors_without_own_values_are_left_out() -> None:
-    assert _has_bits(torch.ones(2))
-    assert not _has_bits(torch.ones(2, device="meta"))
-    assert not _has_bits(torch.eye(2).to_sparse())
+    assert has_bits(torch.ones(2))
+    assert not has_bits(torch.ones(2, device="meta"))
+    assert not has_bits(torch.eye(2).to_sparse())
 
 
 def test_hyperparameters_are_compared_with_a_tolerance() -> None:

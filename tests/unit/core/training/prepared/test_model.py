@@ -115,7 +115,7 @@ def test_torch_compile_before_and_after_prepare(order, precision):
     net, acc = Net(), Accelerator(cpu=True, mixed_precision=precision)
     x = torch.randn(3, 4)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        wanted = net(x)
+        expected = net(x)
     frames = []
 
     def backend(graph, inputs):
@@ -131,8 +131,8 @@ def test_torch_compile_before_and_after_prepare(order, precision):
     else:
         model = torch.compile(acc.prepare(net), backend=backend)
     out = model(x)
-    assert out.dtype is wanted.dtype
-    assert torch.allclose(out, wanted)
+    assert out.dtype is expected.dtype
+    assert torch.allclose(out, expected)
     acc.backward(out.float().square().mean())
     assert net.layer.weight.grad is not None
     num_frames = len(frames)

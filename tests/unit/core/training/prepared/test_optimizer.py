@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator
+from headway.core.training.prepared import own_steps
 from headway.core.training.prepared.optimizer import PreparedOptimizer
 from headway.errors import PrepareError, StateError
 
@@ -83,9 +84,33 @@ def test_closure_is_run() -> None:
         return loss
 
     before = closure().item()
-    optimizer.step(closure)
+    loss = optimizer.step(closure)
+    assert loss.item() == before  # as torch's LBFGS, which returns the loss of its first evaluation
     assert closure().item() < before
     assert accelerator.num_updates == 1
+
+
+def test_step_returns_what_torch_returns() -> None:
+    x, y = torch.randn(8, 2), torch.randn(8, 1)
+
+    def train(optimizer: torch.optim.Optimizer, model: nn.Module, backward: Any) -> list[Any]:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            backward(loss)
+            return loss
+
+        results: list[Any] = [optimizer.step(closure) for _ in range(3)]
+        return [float(each.detach()) for each in results] + [optimizer.step()]  # type: ignore[func-returns-value]
+
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        plain = nn.Linear(2, 1)
+        model = copy.deepcopy(plain)
+        expected = train(make(plain.parameters(), lr=0.1), plain, torch.Tensor.backward)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, make(model.parameters(), lr=0.1))
+        assert train(optimizer, model, accelerator.backward) == expected
+        assert expected[-1] is None
 
 
 def test_copies_are_of_the_wrapped_optimizer() -> None:
@@ -234,3 +259,154 @@ def test_closure_inside_accumulate_is_refused_and_around_it_works() -> None:
     before = open_block_and_call_closure().item()
     optimizer.step(open_block_and_call_closure)
     assert open_block_and_call_closure().item() < before
+
+
+class SAM(torch.optim.Optimizer):
+    """The published SAM of davda54, as its users call it: two gradients, and two steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, "lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.num_swaps = 0
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad * group["rho"] / norm)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step(zero_grad=True)
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+    def get_step_count(self) -> int:
+        return 3
+
+    def update_lr(self) -> None:
+        self.param_groups[0]["lr"] *= 0.5
+
+    @torch.no_grad()
+    def write_step(self) -> None:
+        """Change parameters through `data`, which torch's version counters do not show."""
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=-0.1)
+
+    def replace_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data + 1
+
+    @torch.no_grad()
+    def swap_weights(self) -> None:
+        self.param_groups[0]["params"][0].mul_(1.0)
+
+
+def train_with_sam(form: str) -> tuple[torch.Tensor, int]:
+    """Make three updates, by SAM's own methods or by step(closure). Return the weight and the number of updates."""
+    torch.manual_seed(0)
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, SAM(model.parameters()))
+    inputs = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+    def compute_gradient() -> None:
+        accelerator.backward(model(inputs).square().mean())
+
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            compute_gradient()
+            if form == "methods":
+                optimizer.first_step(zero_grad=True)
+                compute_gradient()
+                optimizer.second_step(zero_grad=True)
+            else:
+                optimizer.step(compute_gradient)
+            optimizer.zero_grad()
+    return model.weight.detach(), accelerator.num_updates
+
+
+def test_step_methods_of_its_own_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = SAM(model.parameters())
+    inputs = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+    for _ in range(3):
+        for step in (optimizer.first_step, optimizer.second_step):
+            model(inputs).square().mean().backward()
+            step(zero_grad=True)
+    weight, num_updates = train_with_sam("closure")
+    torch.testing.assert_close(weight, model.weight.detach())
+    assert num_updates == 3
+    assert not caplog.records
+    weight, num_updates = train_with_sam("methods")
+    torch.testing.assert_close(weight, model.weight.detach())
+    assert num_updates == 0
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning.startswith("SAM.first_step() at ")
+    assert "test_optimizer.py" in warning
+    assert "step(closure)" in warning
+
+
+def test_harmless_methods_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, SAM(model.parameters()))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.train()
+    optimizer.eval()
+    optimizer.zero_grad()
+    optimizer.swap_weights()
+    handle = optimizer.register_step_post_hook(lambda *args: None)
+    handle.remove()
+    assert optimizer.get_step_count() == 3
+    assert optimizer.get_step_count.__name__ == "get_step_count"
+    assert optimizer.num_swaps == 0
+    for _ in range(3):
+        optimizer.update_lr()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("method", ["write_step", "replace_step"])
+def test_step_methods_that_write_to_data_warn(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, SAM(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    for _ in range(2):
+        getattr(optimizer, method)()
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning.startswith(f"SAM.{method}() at ")
+
+
+@pytest.mark.parametrize("failing_call", [1, 2])
+def test_checksums_for_which_memory_runs_out_are_not_compared(
+    failing_call: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Quiet(torch.optim.SGD):
+        def update_nothing(self) -> None:
+            """Change no parameter."""
+
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, Quiet(model.parameters(), lr=0.1))
+    calls = []
+
+    def compute(tensors: Any) -> list[int] | None:
+        calls.append(len(tensors))
+        return None if len(calls) == failing_call else [0] * len(tensors)
+
+    monkeypatch.setattr(own_steps, "try_checksums", compute)
+    optimizer.update_nothing()
+    assert calls == [2] * failing_call  # without a first result, there is nothing to compare
+    assert not caplog.records

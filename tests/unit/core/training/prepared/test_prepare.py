@@ -64,10 +64,10 @@ def test_unknown_object_is_returned_with_one_warning(wrong, caplog):
     for _ in range(2):
         assert acc.prepare(model, wrong, None) == (model, wrong, None)
     assert acc.prepare(wrong) is wrong
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert f"{type(wrong).__module__}.{type(wrong).__qualname__}, which is not a model" in said[0]
-    assert "strict=True" in said[0]
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == 1
+    assert f"{type(wrong).__module__}.{type(wrong).__qualname__}, which is not a model" in messages[0]
+    assert "strict=True" in messages[0]
 
 
 @pytest.mark.parametrize("wrong", UNKNOWN)

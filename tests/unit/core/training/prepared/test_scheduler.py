@@ -52,7 +52,7 @@ def train_and_list_rates(
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [
         ({}, [99, 98, 97, 96, 95, 94, 93, 92, 91, 90]),
         ({"gradient_accumulation_steps": 4}, [100, 100, 100, 99, 99, 99, 99, 98, 98, 97]),
@@ -65,8 +65,8 @@ def train_and_list_rates(
          [99, 98, 97, 96, 95, 94, 93, 92, 91, 90]),
     ],
 )  # fmt: skip
-def test_three_rules_on_one_process(options: dict[str, Any], wanted: list[float]) -> None:
-    assert train_and_list_rates(*build(**options)) == wanted
+def test_schedule_advances_by_the_chosen_rule(options: dict[str, Any], expected: list[float]) -> None:
+    assert train_and_list_rates(*build(**options)) == expected
 
 
 class DoubleRule:
@@ -95,7 +95,7 @@ def test_ticks_per_update(rule: Any, one: int, window_of_3: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "saved", "wanted"),
+    ("options", "saved", "expected"),
     [
         # 2 processes with windows of 3 ticked 6 times for a full window. The last window here is half as long.
         ({"adjust_scheduler_to_accumulation": True}, (2, 3), [100, 100, 100, 94, 94, 94, 94, 88, 88, 85]),
@@ -104,11 +104,11 @@ def test_ticks_per_update(rule: Any, one: int, window_of_3: int) -> None:
         ({"scheduler_ticks": "updates"}, (2, 3), [100, 100, 100, 99, 99, 99, 99, 98, 98, 97]),
     ],
 )
-def test_resumed_run_keeps_its_ticks(options: dict[str, Any], saved: tuple[int, int], wanted: list[float]) -> None:
+def test_resumed_run_keeps_its_ticks(options: dict[str, Any], saved: tuple[int, int], expected: list[float]) -> None:
     parts = build(gradient_accumulation_steps=4, **options)
     parts[0]._preparation.keep_tick_base(*saved)
     assert parts[0]._preparation.tick_base == saved
-    assert train_and_list_rates(*parts) == wanted
+    assert train_and_list_rates(*parts) == expected
 
 
 def test_ticks_kept_twice_are_those_of_the_first_run() -> None:
@@ -124,7 +124,7 @@ def test_schedule_of_an_engine_counts_updates_after_a_resume_on_other_processes(
 ) -> None:
     accelerator, _, optimizer, _, schedule = build()
     real = StepLR(optimizer.optimizer, 1)
-    monkeypatch.setattr(accelerator.strategy, "replace_placeholder", lambda placeholder, share: real)
+    monkeypatch.setattr(accelerator.strategy, "replace_placeholder", lambda placeholder, update_ratio: real)
     defined = accelerator.prepare(SchedulerPlaceholder())
     for num_processes in (4, 2):
         accelerator._preparation.keep_tick_base(num_processes, 1)
@@ -232,7 +232,7 @@ def test_state_is_saved_and_loaded() -> None:
     assert other.last_epoch == 10
 
 
-def test_schedule_lengths() -> None:
+def test_length_of_known_schedules_is_found() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     assert get_schedule_length(CosineAnnealingLR(optimizer, T_max=30)) == 30
     assert get_schedule_length(StepLR(optimizer, 5)) is None

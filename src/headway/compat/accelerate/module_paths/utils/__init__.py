@@ -1,6 +1,6 @@
 """Module `headway.utils`, which provides the names of `accelerate.utils`."""
 
-from headway.compat.accelerate.served.views import make_module_attributes
+from headway.compat.accelerate.provided_names.views import make_module_attributes
 
 # The module of this name is imported here, so that a later import of it does not hide the function.
 from .tqdm import tqdm as tqdm
