@@ -193,7 +193,7 @@ def train(accelerator: Accelerator, model: GPT, loader: DataLoader, args: argpar
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        bar.add(tokens=targets.numel() * accelerator.num_processes)
+        bar.add(tokens=targets.numel() * accelerator.num_data_shards)
 
 
 @torch.no_grad()
@@ -248,7 +248,7 @@ def main() -> None:
         f"GPT of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; {len(training) / 1e6:.1f} MB of "
         f"Python to train on, {len(held_out) / 1e3:.0f} kB of other files held out; {accelerator.num_processes} x "
         f"{accelerator.device.type}, {args.steps} updates of "
-        f"{args.batch_size * args.accumulate * accelerator.num_processes * args.length:,} bytes"
+        f"{args.batch_size * args.accumulate * accelerator.num_data_shards * args.length:,} bytes"
     )
     train(accelerator, model, DataLoader(chunks, batch_size=args.batch_size, shuffle=True), args)
     evaluation = accelerator.prepare(DataLoader(held_out_chunks, batch_size=2 * args.batch_size))

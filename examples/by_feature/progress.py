@@ -43,7 +43,7 @@ def main() -> float:
             optimizer.step()
             optimizer.zero_grad()
             bar.show(loss=loss)  # feature
-            bar.add(samples=len(targets) * accelerator.num_processes)  # feature
+            bar.add(samples=len(targets) * accelerator.num_data_shards)  # feature
 
         model.eval()
         num_correct, num_samples = 0, 0

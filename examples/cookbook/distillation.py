@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     inputs = torch.randn(1024, 8)
     classes = teacher(inputs).argmax(1)
     rows = TensorDataset(inputs, classes)
-    train_loader = DataLoader(rows, batch_size=32 // accelerator.num_processes, shuffle=True)
+    train_loader = DataLoader(rows, batch_size=32 // accelerator.num_data_shards, shuffle=True)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
     student, optimizer, train_loader = accelerator.prepare(student, optimizer, train_loader)
     teacher.to(accelerator.device)

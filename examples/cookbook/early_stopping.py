@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     set_seed(0)
     project = ProjectConfiguration(args.folder, automatic_checkpoint_naming=True, total_limit=1, keep_best="min")
     accelerator = Accelerator(project_config=project)
-    train_loader = DataLoader(make_data(64, seed=1), batch_size=16 // accelerator.num_processes, shuffle=True)
+    train_loader = DataLoader(make_data(64, seed=1), batch_size=16 // accelerator.num_data_shards, shuffle=True)
     eval_loader = DataLoader(make_data(250, seed=2), batch_size=32)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

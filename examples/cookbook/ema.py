@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     set_seed(0)
     accelerator = Accelerator()
-    train_loader = DataLoader(make_data(512, seed=1), batch_size=16 // accelerator.num_processes, shuffle=True)
+    train_loader = DataLoader(make_data(512, seed=1), batch_size=16 // accelerator.num_data_shards, shuffle=True)
     eval_loader = DataLoader(make_data(500, seed=2), batch_size=64)
     model = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     set_seed(0)
     project = ProjectConfiguration(args.folder, automatic_checkpoint_naming=True, total_limit=1)
     accelerator = Accelerator(project_config=project)
-    loader = DataLoader(make_ring(1024), batch_size=64 // accelerator.num_processes, shuffle=True, drop_last=True)
+    loader = DataLoader(make_ring(1024), batch_size=64 // accelerator.num_data_shards, shuffle=True, drop_last=True)
     generator = nn.Sequential(nn.Linear(NOISE_SIZE, 64), nn.ReLU(), nn.Linear(64, 2))
     discriminator = nn.Sequential(nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.9))

@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(model, optimizer)
     set_seed(0, device_specific=True)  # each rank samples its own completions
     for update in range(args.updates):
-        prompts = torch.randint(0, VOCABULARY_SIZE, (NUM_PROMPTS // accelerator.num_processes, PROMPT_LENGTH))
+        prompts = torch.randint(0, VOCABULARY_SIZE, (NUM_PROMPTS // accelerator.num_data_shards, PROMPT_LENGTH))
         rows = sample(model, prompts.to(accelerator.device))
         rewards = compute_rewards(rows)
         with accelerator.accumulate(model):

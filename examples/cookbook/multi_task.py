@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     # The chance of a row is inverse to the size of its data set, so each task gets half of the draws.
     weights = [1 / len(class_rows)] * len(class_rows) + [1 / len(size_rows)] * len(size_rows)
     sampler = WeightedRandomSampler(weights, num_samples=800, generator=torch.Generator().manual_seed(0))
-    loader = DataLoader(training, batch_size=32 // accelerator.num_processes, sampler=sampler)
+    loader = DataLoader(training, batch_size=32 // accelerator.num_data_shards, sampler=sampler)
     eval_loader = DataLoader(evaluation, batch_size=50)
     model = TwoHeads()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     model = get_peft_model(base, settings)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    loader = DataLoader(make_counting(256), batch_size=16 // accelerator.num_processes, shuffle=True)
+    loader = DataLoader(make_counting(256), batch_size=16 // accelerator.num_data_shards, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     for epoch in range(args.epochs):

@@ -34,7 +34,7 @@ def train(folder: str) -> None:
     accelerator = Accelerator()
     inputs = torch.randn(512, 4)
     rows = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    loader = DataLoader(rows, batch_size=32 // accelerator.num_processes, shuffle=True)
+    loader = DataLoader(rows, batch_size=32 // accelerator.num_data_shards, shuffle=True)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -322,7 +322,7 @@ class Recipe:
                 tests[f"eval_{source}_bits_per_byte"] = rows, text_loss, bits
         sources = [streams["train", source] for source in ("code", "prose")]
         mixture = Mixture(sources, [0.8, 0.2], args.steps * args.batch, args.length, args.seed)
-        model, rows = self.build_model(), mixture[0].expand(args.batch // self.accelerator.num_processes, -1)
+        model, rows = self.build_model(), mixture[0].expand(args.batch // self.accelerator.num_data_shards, -1)
         forecast = self.accelerator.forecast(
             model, rows, optimizer=torch.optim.AdamW(model.parameters()),
             forward=lambda model, rows: text_loss(model, rows)[0], largest=False,

@@ -301,6 +301,10 @@ class Accelerator(RankAware):
     def _shard_readers(self) -> Collectives:
         return self.strategy.data_group
 
+    @property
+    def _split_position(self) -> tuple[int, int]:
+        return self.data_shard_index, self.num_data_shards
+
     # ---------------------------------------------------------------- members of other libraries' Accelerators
 
     if not TYPE_CHECKING:  # hidden from type checkers, which still report unknown names
@@ -814,6 +818,30 @@ class Accelerator(RankAware):
         return cast("SpikeReport | None", self._training_step.guard.spike_guard)
 
     # ---------------------------------------------------------------- data and metrics
+
+    @property
+    def num_data_shards(self) -> int:
+        """Number of shards into which the data is split: the data-parallel degree of the layout.
+
+        It equals `num_processes` under `ddp`, `fsdp`, `hsdp` and `ep`. It is smaller if several ranks share each sample,
+        as under `tp`, `cp` and `pp`: `fsdp+tp=2` on 8 ranks has 4 data shards. The global batch of a prepared loader is
+        its batch size times this number.
+        """
+        return self.strategy.data_shard.count
+
+    @property
+    def data_shard_index(self) -> int:
+        """Index of the data shard that this process reads, from 0: its data-parallel rank.
+
+        Ranks with equal indices must process equal samples. Use it with `num_data_shards` instead of `process_index` and
+        `num_processes` in a script that splits data itself.
+
+        Example::
+
+            prompts = ["a", "b", "c", "d"]
+            own_prompts = prompts[accelerator.data_shard_index :: accelerator.num_data_shards]
+        """
+        return self.strategy.data_shard.index
 
     def gather(self, tensor: T) -> T:
         """Concatenate tensors of all ranks along dimension 0, in rank order. Call it on every rank.

@@ -46,12 +46,12 @@ NAMES = [
 
 MEMBERS = """
     accumulate autocast backward best_checkpoint check_preemption check_trigger checkpoint_activations clear clip_grad_norm_
-    clip_grad_value_ device dispatch_batches end_trackers end_training epochs even_batches forecast forward_backward
+    clip_grad_value_ data_shard_index device dispatch_batches end_trackers end_training epochs even_batches forecast forward_backward
     free_memory gather gather_for_metrics get_state_dict get_tracker gradient_accumulation_steps init_trackers
     log log_artifact log_event log_images trackers is_last_process
     is_local_main_process is_main_process join_uneven_inputs keep_activations load_state load_weights
     local_main_process_first local_process_index logging_dir main_process_first microbatches no_sync
-    non_blocking non_finite num_processes num_updates on_last_process on_local_main_process on_local_process
+    non_blocking non_finite num_data_shards num_processes num_updates on_last_process on_local_main_process on_local_process
     on_main_process on_process optimizer_step_was_skipped pad_across_processes preempted prepare
     prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index
     profile project_configuration project_dir push_to_hub reduce reduce_mean register_for_checkpointing register_load_state_pre_hook

@@ -140,7 +140,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         """Return the `gradient_accumulation_steps` for which an update has about `global_batch_tokens` tokens.
 
         Args:
-            num_processes: Number of ranks.
+            num_processes: Number of ranks that read different data: `accelerator.num_data_shards`.
 
         Raises:
             ConfigError: If the batches of an update cannot be shared evenly among the ranks.

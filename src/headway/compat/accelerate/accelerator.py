@@ -470,6 +470,22 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             log.warning_once("%s. It is joined as it is", error)
         return gather_and_truncate(input_data, use_gather_object)
 
+    @property
+    def _split_position(self) -> tuple[int, int]:
+        """Index of this rank's part and the number of parts of `split_between_processes`: one part per rank.
+
+        Accelerate splits over all ranks in every layout, and scripts may rely on it for work without the model.
+        """
+        if self.num_data_shards < self.num_processes:
+            log.warning_once(
+                "split_between_processes gives each of the %d processes its own items, as in Accelerate, but the layout has %d data "
+                "shards: several processes hold parts of one model replica, and a forward pass would mix their items. To give them "
+                "equal items, use items[accelerator.data_shard_index :: accelerator.num_data_shards], or headway.Accelerator",
+                self.num_processes,
+                self.num_data_shards,
+            )
+        return self.process_index, self.num_processes
+
     # ---------------------------------------------------------------- checkpoints
 
     def _choose_last_save_hook(self) -> AccelerateWriter | None:

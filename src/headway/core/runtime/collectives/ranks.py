@@ -39,6 +39,11 @@ class RankAware:
         """
         return self.collectives
 
+    @property
+    def _split_position(self) -> tuple[int, int]:
+        """Index of this rank's part and the number of parts of `split_between_processes`: one part per rank."""
+        return self.process_index, self.num_processes
+
     # ---------------------------------------------------------------- properties of this rank
 
     @property
@@ -236,15 +241,20 @@ class RankAware:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Return a context manager that yields this process's part of `inputs`, for inference without a DataLoader.
 
-        Items are divided into consecutive parts, in rank order. If they cannot be divided evenly, the first ranks get
-        one item more; with fewer items than ranks, some parts are empty. No rank communicates or waits. Every rank must
-        pass equal inputs.
+        Items are divided into consecutive parts, one per data shard. Under `ddp` and `fsdp`, each rank has its own part,
+        in rank order. Ranks that hold parts of one model replica, as under `tp`, `cp` and `pp`, get equal parts. If the
+        items cannot be divided evenly, the first parts get one item more; with fewer items than parts, some parts are
+        empty. No rank communicates or waits. Every rank must pass equal inputs.
+
+        `gather_for_metrics` joins the results and counts those of each data shard once. `gather` joins those of every
+        rank, so that ranks with equal parts repeat results.
 
         Args:
             inputs: List, tuple, tensor, NumPy array, Hugging Face Dataset, or a dict of these with equal lengths.
                 Tensors and arrays are split along dimension 0.
             apply_padding: Whether to pad all parts to one length by repeating the last item, so that results can be
-                gathered. Remove the repeated results after the gather. Default: False.
+                gathered. Remove the repeated results after the gather. `gather_for_metrics` needs no padding along
+                dimension 0. Default: False.
 
         Yields:
             The part, with the type of `inputs`. A dict contains the part of each value.
@@ -257,7 +267,8 @@ class RankAware:
             with accelerator.split_between_processes(["a", "b", "c"]) as prompts:
                 ...  # of 2 processes, rank 0 gets ["a", "b"], rank 1 gets ["c"]
         """
-        yield split_inputs(inputs, self.num_processes, self.process_index, apply_padding)
+        index, count = self._split_position
+        yield split_inputs(inputs, count, index, apply_padding)
 
     def set_trigger(self) -> None:
         """Make the next `check_trigger` return True on every rank. Any rank may call it, without waiting."""
