@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headway.launch.clusters import detect_cluster
+
 # Each rank prints its settings,
 REPORT = """
 import json, os, sys, time
@@ -291,6 +293,26 @@ def test_launches_of_two_machines_meet(tmp_path, restarts):
     assert {entry["world"] for entry in shown} == {"4"}
     for rank, (_, err) in enumerate(ended):
         assert f"4 processes on cpu, 2 on each of 2 machines (this is machine {rank})" in err
+
+
+@pytest.mark.slow
+def test_nodes_of_skypilot_meet_without_flags(tmp_path):
+    nodes = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NUM_NODES": "2"}
+    # The port is derived from the ID of the task: choose an ID that leads to a free one.
+    for number in range(100):
+        nodes["SKYPILOT_TASK_ID"] = f"sky-2026-12-01_train_{number}"
+        port = detect_cluster({**nodes, "SKYPILOT_NODE_RANK": "0"}).layer["main_process_port"].value
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                break
+    machines = [
+        start_launch(tmp_path, PROGRAM, "--cpu", "-n", "4", **nodes, SKYPILOT_NODE_RANK=rank) for rank in ("0", "1")
+    ]
+    ended = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ended
+    shown = [json.loads(line) for out, _ in ended for line in out.splitlines() if line.startswith("{")]
+    assert sorted({entry["rank"] for entry in shown}) == [0, 1, 2, 3]
+    assert "2 on each of 2 machines (this is machine 0)" in ended[0][1]
 
 
 def _launch_one_machine(folder, port, rank, *flags):

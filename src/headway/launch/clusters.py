@@ -1,9 +1,10 @@
-"""Detection of clusters (SLURM, Open MPI, Kubernetes): the number of machines and this machine's rank.
+"""Detection of clusters (SLURM, MPI, SkyPilot, Kubernetes): the number of machines and this machine's rank.
 
 Everything is read from the environment variables that the cluster sets.
 """
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ class Cluster:
     """Cluster that started this process, as described by its environment variables.
 
     Attributes:
-        name: "SLURM", "Open MPI" or "Kubernetes".
+        name: "SLURM", "Open MPI", "MPICH", "SkyPilot" or "Kubernetes".
         layer: Settings that the cluster determines.
         task: Position of this launcher, if the cluster has started more than one launcher on each machine. Otherwise
             None.
@@ -69,7 +70,14 @@ def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
         ConfigError: If a variable that must be a whole number is not one, or if the tasks are not spread evenly over
             the machines.
     """
-    return _detect_slurm(environment) or _detect_open_mpi(environment) or _detect_kubernetes(environment)
+    # SLURM comes first, because srun also sets MPICH's variables. SkyPilot comes before Kubernetes, on which it can run.
+    return (
+        _detect_slurm(environment)
+        or _detect_open_mpi(environment)
+        or _detect_mpich(environment)
+        or _detect_skypilot(environment)
+        or _detect_kubernetes(environment)
+    )
 
 
 def check_agreement(resolved: ResolvedSettings, cluster: Cluster) -> None:
@@ -234,6 +242,56 @@ def _detect_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
         job = re.match(r"\d{1,18}", uri)
         variables.add_port(int(job[0]) if job else None, "OMPI_MCA_orte_hnp_uri")
     return Cluster("Open MPI", variables.layer, task)
+
+
+def _detect_mpich(environment: Mapping[str, str]) -> Cluster | None:
+    """Return the MPICH cluster if MPICH's or Intel MPI's mpirun (Hydra) started this process, or None if it did not.
+
+    Hydra sets no variable with an address or a job number, so the user chooses the rendezvous address and port.
+
+    Raises:
+        ConfigError: If a variable is not a whole number, or if the tasks are not spread evenly over the machines.
+    """
+    if "PMI_SIZE" not in environment or "MPI_LOCALNRANKS" not in environment:
+        return None
+    variables = _ClusterVariables("MPICH", environment)
+    num_tasks = variables.read_number("PMI_SIZE") or 1
+    local_world_size = variables.read_number("MPI_LOCALNRANKS") or 1
+    rank = variables.read_number("PMI_RANK") or 0
+    if num_tasks % local_world_size:
+        raise ConfigError(
+            f"mpirun started {num_tasks} processes, {local_world_size} of them on this machine, so not the same number on each; "
+            "start one launcher per machine: mpirun -ppn 1 headway launch SCRIPT"
+        )
+    # mpirun fills one machine after the other by default.
+    variables.add_machines(num_tasks // local_world_size, rank // local_world_size, "PMI_SIZE", "PMI_RANK")
+    task = None
+    if local_world_size > 1:
+        variables.add_setting("num_processes", num_tasks, "PMI_SIZE")
+        task = ClusterTask(rank, num_tasks, variables.read_number("MPI_LOCALRANKID") or 0, local_world_size)
+    return Cluster("MPICH", variables.layer, task)
+
+
+def _detect_skypilot(environment: Mapping[str, str]) -> Cluster | None:
+    """Return the SkyPilot cluster if this process runs in a task with several nodes, or None if it does not.
+
+    SkyPilot runs the task's `run` commands once on each node.
+
+    Raises:
+        ConfigError: If a variable is not a whole number.
+    """
+    variables = _ClusterVariables("SkyPilot", environment)
+    addresses = variables.read_text("SKYPILOT_NODE_IPS").split()  # one line for each node
+    num_machines = variables.read_number("SKYPILOT_NUM_NODES") or len(addresses)
+    rank = variables.read_number("SKYPILOT_NODE_RANK")
+    if num_machines < 2 or rank is None:
+        return None
+    variables.add_machines(num_machines, rank, "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
+    if addresses:
+        variables.add_setting("main_process_ip", addresses[0], "SKYPILOT_NODE_IPS")
+    task_id = variables.read_text("SKYPILOT_TASK_ID")
+    variables.add_port(zlib.crc32(task_id.encode()) if task_id else None, "SKYPILOT_TASK_ID")
+    return Cluster("SkyPilot", variables.layer)
 
 
 def _detect_kubernetes(environment: Mapping[str, str]) -> Cluster | None:

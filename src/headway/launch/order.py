@@ -169,7 +169,9 @@ def build_task_order(resolved: ResolvedSettings, order: AgentOrder, task: Cluste
         port = resolved.get("main_process_port")
         if not port:
             raise ConfigError(
-                _NO_ENDPOINT.format(num_machines="the tasks of 1", origin=resolved.get_origin("num_processes"))
+                f"the {task.world_size} tasks ({resolved.get_origin('num_processes')}) meet at a port of this machine, which is not "
+                "known: add --main_process_port PORT (a free port, 1 to 65535), or start one launcher for all of them: "
+                f"headway launch -n {task.world_size} SCRIPT"
             )
         endpoint = f"127.0.0.1:{port}"
     if resolved.config.is_set("min_machines"):

@@ -1,4 +1,4 @@
-"""Test variables of SLURM, Open MPI and Kubernetes, and how they combine with other settings."""
+"""Test variables of SLURM, Open MPI, MPICH, SkyPilot and Kubernetes, and how they combine with other settings."""
 
 import json
 from dataclasses import replace
@@ -152,6 +152,73 @@ class TestOpenMpi:
         with pytest.raises(ConfigError, match="--main_process_ip ADDRESS"):
             make_cluster_plan(environment)
         assert make_cluster_plan(environment, main_process_ip="h", main_process_port=5).argv[-1].count('"h:5"') == 1
+
+
+class TestMPICH:
+    # As MPICH 4.0 sets them for the last of four tasks on two machines
+    environment = {  # noqa: RUF012
+        "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "8",
+    }  # fmt: skip
+
+    def test_tasks_are_the_processes(self):
+        cluster = detect_cluster(self.environment)
+        assert (cluster.name, cluster.task) == ("MPICH", ClusterTask(3, 4, 1, 2))
+        assert list_values(self.environment) == {"num_machines": 2, "machine_rank": 1, "num_processes": 4}
+
+    @pytest.mark.parametrize("num_machines", [1, 2])
+    def test_rendezvous_must_be_given(self, num_machines):
+        environment = {**self.environment, "MPI_LOCALNRANKS": "2" if num_machines == 2 else "4"}
+        with pytest.raises(ConfigError, match="--main_process_port"):
+            make_cluster_plan(environment)
+        made = make_cluster_plan(environment, main_process_ip="h", main_process_port=5)
+        order = AgentOrder.decode(made.argv[-1])
+        assert (order.num_local, order.num_machines, order.machine_rank, order.unit) == (1, 4, 3, "task")
+        assert order.endpoint == ("h:5" if num_machines == 2 else "127.0.0.1:5")
+
+    def test_one_task_for_each_machine(self):
+        environment = {**self.environment, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+        made = make_cluster_plan(environment, GPUS, main_process_ip="h", main_process_port=5)
+        order = AgentOrder.decode(made.argv[-1])
+        assert (order.num_machines, order.machine_rank, order.num_local) == (4, 3, 4)
+
+    def test_srun_that_also_sets_these_variables_is_slurm(self):
+        assert detect_cluster({**self.environment, **SLURM}).name == "SLURM"
+
+    def test_uneven_tasks_are_refused(self):
+        with pytest.raises(ConfigError, match="not the same number on each"):
+            detect_cluster({**self.environment, "MPI_LOCALNRANKS": "3"})
+
+
+class TestSkyPilot:
+    environment = {  # noqa: RUF012
+        "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "4", "SKYPILOT_TASK_ID": "sky-2026-12-01-10-00-00-000000_train_1",
+    }  # fmt: skip
+
+    def test_nodes_are_machines(self):
+        order = AgentOrder.decode(make_cluster_plan(self.environment, GPUS).argv[-1])
+        assert (order.num_machines, order.machine_rank, order.num_local) == (2, 1, 4)
+        address, port = order.endpoint.split(":")
+        assert address == "10.0.0.4"
+        assert 20000 <= int(port) < 32000
+
+    def test_port_depends_on_the_task_only(self):
+        first = list_values(self.environment)["main_process_port"]
+        assert list_values({**self.environment, "SKYPILOT_NODE_RANK": "0"})["main_process_port"] == first
+        later = {**self.environment, "SKYPILOT_TASK_ID": "sky-2026-12-01-10-00-00-000000_train_2"}
+        assert list_values(later)["main_process_port"] != first
+
+    def test_pods_of_skypilot_are_its_nodes(self):
+        assert detect_cluster({**POD, **self.environment}).name == "SkyPilot"
+
+    def test_task_on_one_node_is_an_ordinary_launch(self):
+        one = {
+            **self.environment,
+            "SKYPILOT_NODE_IPS": "10.0.0.4",
+            "SKYPILOT_NODE_RANK": "0",
+            "SKYPILOT_NUM_NODES": "1",
+        }
+        assert detect_cluster(one) is None
 
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}

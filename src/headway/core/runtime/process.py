@@ -31,6 +31,7 @@ from headway.core.runtime.control_plane.store import (
 )
 from headway.core.runtime.device import CPU, Hardware, detect_hardware, find_hardware
 from headway.core.runtime.ending import UncaughtExceptionHook, end_process, has_failed, is_uncaught, record_failure
+from headway.core.runtime.separate_tasks import warn_of_separate_tasks
 from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError
 from headway.log import get_logger
 
@@ -158,6 +159,8 @@ def start(
             hardware.count_devices(),
             hardware.kind,
         )
+    if world_size == 1 and not has_script_group:
+        warn_of_separate_tasks(env.copy_variables())
     num_local = min(num_local, world_size)
     runtime = ProcessRuntime(
         rank, world_size, local_rank, num_local, hardware, device, owns_group, peer_timeout, cpu_group=cpu_group
