@@ -88,4 +88,5 @@ def split_under_the_name_of_accelerate() -> tuple[list[int], list[str]]:
 def test_accelerates_name_splits_over_all_ranks_with_a_warning() -> None:
     first, second = run_ranks(split_under_the_name_of_accelerate, 2)
     assert (first[0], second[0]) == ([0, 1, 2], [3, 4])
-    assert len(first[1]) == 1 and "data_shard_index" in first[1][0]
+    assert len(first[1]) == 1
+    assert "data_shard_index" in first[1][0]
