@@ -257,7 +257,8 @@ class TensorParallelOptions:
         plan: Mapping from names of modules or parameters to styles. A style is a name such as "colwise" (split output
             features), "rowwise" (split input features) or "sequence_parallel" (docs/tensor_parallel.md lists all), or a
             torch `ParallelStyle` object. `*` matches one component of a name. None (the default): the model's own plan,
-            which transformers' models have, else a plan that is derived from its attention layers and MLPs.
+            which transformers' models have, else a plan that is derived from its attention layers and MLPs. With several
+            models in one `prepare()` call, a name may belong to only one of them.
         sequence_parallel: Whether each rank computes only its sequence shard in the layers between split matrices.
             Default: False.
         loss_parallel: Whether logits and cross entropy stay sharded along the vocabulary. Default: False.

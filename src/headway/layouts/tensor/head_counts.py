@@ -61,7 +61,7 @@ def divide_counts(model: torch.nn.Module, model_split: ModelSplit, size: int, op
     for split_module in model_split.split_modules.values():
         if isinstance(split_module.style, Colwise) and split_module.style.is_transposed:
             split_module.module.nf = styles.num_outputs(split_module.module) // size  # type: ignore[assignment]
-    for _, module, key in _find_named_integers(model, options.divide):
+    for _, module, key in find_named_integers(model, options.divide):
         setattr(module, key, int(getattr(module, key)) // size)
 
 
@@ -120,10 +120,11 @@ def _check_counts(name: str, parent: torch.nn.Module, size: int, options: Tensor
 def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptions) -> None:
     """Raise `ConfigError` if a pattern of `divide` or `keep` matches no attribute, or if one cannot be divided."""
     for pattern in (*options.divide, *options.keep):
-        attributes = _find_named_integers(model, (pattern,))
+        attributes = find_named_integers(model, (pattern,))
         if not attributes:
             raise ConfigError(
-                f"divide or keep names {pattern!r}, but {type(model).__name__} has no such integer attribute"
+                f"divide or keep names {pattern!r}, but {type(model).__name__} has no such integer attribute. If another model has "
+                "it, pass both models to one prepare() call"
             )
         for name, module, key in attributes:
             if pattern in options.divide and getattr(module, key) % size:
@@ -133,7 +134,7 @@ def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptio
                 )
 
 
-def _find_named_integers(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, torch.nn.Module, str]]:
+def find_named_integers(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, torch.nn.Module, str]]:
     """Return the integer attributes of a model's modules whose name matches a pattern.
 
     Args:

@@ -159,6 +159,23 @@ def describe_misfit(module: torch.nn.Module, style: SplitStyle) -> str | None:
     return f"LoRA is split with colwise and rowwise matrices only. {_ADAPTER_ADVICE}"
 
 
+def list_matching_patterns(model: torch.nn.Module, plan: Mapping[str, Any]) -> set[str]:
+    """Return the names and patterns of a plan that match a module or parameter of a model.
+
+    Args:
+        model: Model, which may be wrapped, for example by PEFT.
+        plan: Plan of the user's options.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = [name for name in (*dict(model.named_modules()), *parameters) if name]
+    prefixed_patterns = _rename_below_wrappers(plan, names, parameters)
+    return {
+        pattern
+        for pattern, prefixed in zip(plan, prefixed_patterns, strict=True)
+        if any(is_match(prefixed, name) for name in names)
+    }
+
+
 def is_match(pattern: str, name: str) -> bool:
     """Whether the pattern matches the name. A `*` in the pattern matches text within one component, between dots."""
     patterns, components = pattern.split("."), name.split(".")
@@ -295,7 +312,7 @@ def _raise_without_match(pattern: str, names: list[str], model: torch.nn.Module)
     raise ConfigError(
         f"the tensor-parallel plan names {pattern!r}, but {type(model).__name__} has no such module or parameter"
         + (f"; similar names: {', '.join(similar)}" if similar else "")
-        + ". '*' matches one component of a name, between dots"
+        + ". '*' matches one component of a name, between dots. If another model has it, pass both models to one prepare() call"
     )
 
 

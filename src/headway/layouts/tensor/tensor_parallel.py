@@ -24,7 +24,7 @@ from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded import dtensors
 from headway.core.strategies.fully_sharded.axes import ModelAxis, SplitModel
 from headway.errors import ConfigError, PrepareError
-from headway.layouts.tensor import automatic, head_counts, plans, styles
+from headway.layouts.tensor import automatic, head_counts, options_of_model, plans, styles
 from headway.layouts.tensor.calls import AdaptedCall, GatheredInput, LocalParameters, SequenceBlock, SplitCall
 from headway.layouts.tensor.crossings import SplitAxis, SplitRNG
 from headway.layouts.tensor.gradient_agreement import compare_gradients
@@ -66,7 +66,8 @@ class TensorAxis(ModelAxis):
         convert = (
             partial(_convert_layers, options=options.float8 or Float8Options(), ranks=ranks) if is_float8 else None
         )
-        return TensorParallel(model, mesh["tp"], options.tensor, is_sharded, convert, other_stage_ids)
+        own_options = options_of_model.select_options(model, options.tensor, self.announced)
+        return TensorParallel(model, mesh["tp"], own_options, is_sharded, convert, other_stage_ids)
 
 
 class TensorParallel(SplitModel):

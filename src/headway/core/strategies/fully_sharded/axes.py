@@ -5,7 +5,8 @@ context and "ep" for expert parallelism. It imports only the axes that a layout 
 `headway.layouts`.
 """
 
-from collections.abc import Container, Sequence
+import weakref
+from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -82,12 +83,20 @@ class ModelAxis:
     Args:
         options: Settings of the run.
 
+    Attributes:
+        announced: All models of the Accelerator that are known so far. The options may name parts of any of them.
+
     Raises:
         UnsupportedError: If the axis cannot be combined with the options.
     """
 
     def __init__(self, options: AxisOptions) -> None:
         self.options = options
+        self.announced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def announce_models(self, models: Iterable[torch.nn.Module]) -> None:
+        """Record models that will be split. The options may name parts of any model that was announced."""
+        self.announced.update(models)
 
     def split_model(
         self, model: torch.nn.Module, mesh: Any, ranks: Collectives, other_stage_ids: Container[int] = ()

@@ -101,7 +101,10 @@ class ModelSharder:
 
     def announce_models(self, models: Iterable[torch.nn.Module]) -> None:
         """Record models that will be sharded. The options may name modules and methods of any model that was announced."""
+        models = tuple(models)
         self._announced.update(models)
+        for axis in self._parameter_axes:
+            axis.announce_models(models)
 
     # ---------------------------------------------------------------- steps that a pipeline calls for the whole model
 
