@@ -105,7 +105,7 @@ def name_parts_of_no_model() -> None:
         TensorParallelOptions(PLAN, divide=("num_heads", "num_haeds")),
     ):
         accelerator = Accelerator(cpu=True, strategy="tp", kwargs_handlers=[options])
-        with pytest.raises(ConfigError, match="frist|num_haeds") as caught:
+        with pytest.raises(ConfigError, match=r"frist|num_haeds") as caught:
             accelerator.prepare(*make_models())
         assert "pass both models to one prepare() call" in str(caught.value)
         accelerator.free_memory()
