@@ -21,6 +21,7 @@ from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import CallbackHandler, TrainerState
 from headway.trainer.checkpoints import load_weights, make_checkpoint_path, record_if_best
 from headway.trainer.data import Batch, get_length
+from headway.trainer.embedding_noise import EmbeddingNoise
 from headway.trainer.logs import TrainingLog
 from headway.trainer.loss import split_label_count
 from headway.trainer.loss_book import LossBook
@@ -70,6 +71,7 @@ class PreparedTraining:
         scheduler: Prepared scheduler.
         loader: Prepared loader of the training data.
         average: Average of the model's weights, or None.
+        embedding_noise: Noise of NEFTune, or None.
     """
 
     accelerator: Accelerator
@@ -78,6 +80,7 @@ class PreparedTraining:
     scheduler: PreparedScheduler
     loader: PreparedLoader
     average: ExponentialMovingAverage | None = None
+    embedding_noise: EmbeddingNoise | None = None
 
     @property
     def num_batches(self) -> int | None:
@@ -257,6 +260,8 @@ class Training:
                 handler.call_event("on_substep_end")
                 continue  # only updates are followed by actions, so the ranks need not combine their flags here
             self._missing_updates.record_update()
+            if self._prepared.embedding_noise is not None:
+                self._prepared.embedding_noise.warn_if_unused()
             state.global_step = accelerator.num_updates
             if self._tokens.has_state and (self._has_user_callbacks or handler.has_user_callbacks):
                 self._tokens.read_totals(state)  # callbacks may read the state

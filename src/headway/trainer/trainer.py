@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
-from torch.utils.hooks import RemovableHandle
 
 from headway.accelerator import Accelerator
 from headway.core.config.values import report_unknown_keywords
@@ -29,7 +28,7 @@ from headway.trainer.checkpoints import TrainerRecord, list_settings
 from headway.trainer.collation import Collate, Collator
 from headway.trainer.data import Batch, Data, EvalData, check_dataset, get_length, make_train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
-from headway.trainer.embedding_noise import add_embedding_noise
+from headway.trainer.embedding_noise import EmbeddingNoise
 from headway.trainer.evaluation import Evaluator
 from headway.trainer.evaluation_methods import EvaluationMethods
 from headway.trainer.generation import set_generation_config
@@ -193,7 +192,7 @@ class Trainer(EvaluationMethods):
         self.train_dataloader: PreparedLoader | None = None
         self.is_in_train = False
         self._generation_options: dict[str, Any] = {}  # arguments of `model.generate` for the evaluation in progress
-        self._embedding_noise: RemovableHandle | None = None  # hook of `neftune_noise_alpha`
+        self._embedding_noise: EmbeddingNoise | None = None  # hook of `neftune_noise_alpha`
         self._has_trained = False  # whether `train` was called before, so that the next run needs a new Accelerator
         size = args.per_device_train_batch_size  # "largest" is replaced by a number when `train` has searched for it
         self._train_batch_size = size if isinstance(size, int) else 1
@@ -319,7 +318,7 @@ class Trainer(EvaluationMethods):
         settings = list_settings(args, model)  # of the model before it is prepared
         builder.apply_memory_savings(args, accelerator, model)
         if args.neftune_noise_alpha:
-            self._embedding_noise = add_embedding_noise(model, args.neftune_noise_alpha)
+            self._embedding_noise = EmbeddingNoise(model, args.neftune_noise_alpha)
         self.train_dataloader = loader = accelerator.prepare_data_loader(self.get_train_dataloader())
         count_updates(self.state, args, get_length(loader), args.gradient_accumulation_steps)
         # Before the optimizer is created, which may need parameters on the device
@@ -341,7 +340,8 @@ class Trainer(EvaluationMethods):
             self._get_own_eval_loaders()
         accelerator.register_for_checkpointing(TrainerRecord(self._callback_handler, losses, settings))
         set_seed(args.seed, device_specific=True)  # dropout must differ between ranks
-        return PreparedTraining(accelerator, model, self.optimizer, self.lr_scheduler, loader, average)
+        noise = self._embedding_noise if args.neftune_noise_alpha else None
+        return PreparedTraining(accelerator, model, self.optimizer, self.lr_scheduler, loader, average, noise)
 
     def _create_source_book(self, dataset: Data) -> SourceBook | None:
         """Return the recorder of losses by source, or None.

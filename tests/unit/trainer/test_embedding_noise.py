@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from headway import Trainer
+from headway import Trainer, TrainerCallback
 from headway.errors import ConfigError
 from headway.trainer.collation import Collator
-from headway.trainer.embedding_noise import add_embedding_noise
+from headway.trainer.embedding_noise import EmbeddingNoise
 from tests.unit.trainer.models import Points, Speaker, WithLoss, arguments, llama, losses, texts, weights
 
 
@@ -29,7 +29,7 @@ def make_trainer(folder, model, alpha=5.0, **given):
 def test_noise_has_the_range_of_the_paper_and_spares_evaluation_and_gradients():
     model, tokens = NamedSpeaker(), torch.randint(1, 60, (200, 32))
     plain = model.embed(tokens)
-    handle = add_embedding_noise(model, 8.0)
+    handle = EmbeddingNoise(model, 8.0)
     noise = model.embed(tokens) - plain
     limit = 8.0 / math.sqrt(32 * 8)
     assert noise.abs().max() <= limit + 1e-6
@@ -112,3 +112,56 @@ def test_model_that_does_not_name_its_embedding_is_an_error(tmp_path):
         trainer.train()
     with pytest.raises(ConfigError, match="neftune_noise_alpha=-1"):
         arguments(tmp_path, neftune_noise_alpha=-1)
+
+
+class EmbeddedSpeaker(NamedSpeaker):
+    """Model that embeds tokens without calling its embedding, as for batches with `inputs_embeds`."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.head(torch.tanh(self.embed.weight[input_ids]))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def list_warnings(caplog):
+    return [each.getMessage() for each in caplog.records if "had no effect in the first update" in each.getMessage()]
+
+
+def test_noise_without_effect_gives_one_warning(tmp_path, caplog):
+    make_trainer(tmp_path, EmbeddedSpeaker()).train()
+    assert len(list_warnings(caplog)) == 1
+    assert "inputs_embeds" in list_warnings(caplog)[0]
+
+
+def test_batches_with_embeddings_give_the_warning_before_the_second_update(tmp_path, caplog):
+    model, seen = llama(), []
+    rows = [{"inputs_embeds": torch.randn(6, 16), "labels": torch.arange(6)} for _ in range(12)]
+
+    class WarningsAtUpdates(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(len(list_warnings(caplog)))
+
+    args = arguments(tmp_path, neftune_noise_alpha=5.0, optim="sgd")
+    Trainer(model, args, train_dataset=rows, callbacks=[WarningsAtUpdates()]).train()
+    assert len(seen) > 1
+    assert set(seen) == {1}
+
+
+@pytest.mark.parametrize("given", [{}, {"torch_compile_backend": "aot_eager"}])
+def test_noise_with_an_effect_gives_no_warning(tmp_path, caplog, given):
+    make_trainer(tmp_path, llama(), **given).train()
+    assert not list_warnings(caplog)
+
+
+def test_prompt_tuning_adds_noise_to_the_tokens_of_the_batch(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+
+    def build():
+        torch.manual_seed(2)
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return peft.get_peft_model(llama(), config)
+
+    noisy, plain = make_trainer(tmp_path, build()), make_trainer(tmp_path, build(), alpha=0)
+    noisy.train()
+    plain.train()
+    assert losses(noisy) != pytest.approx(losses(plain), rel=1e-4)
+    assert not list_warnings(caplog)
