@@ -1,13 +1,14 @@
 """Send weights to another process over a connected socket, without files and without a listening port."""
 
 import json
-import math
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from headway.core.weights.tensor_bytes import find_dtype, get_dtype_name, get_raw_bytes
+from headway.common.untrusted import PARSE_ERRORS, parse_json, shorten_repr
+from headway.core.weights.tensor_bytes import TensorSpec, find_dtype, get_dtype_name, get_raw_bytes
 from headway.errors import CheckpointError, StateError
 
 _BLOCK = 1 << 20
@@ -119,21 +120,39 @@ class WeightChannel:
         self._receive_bytes(memoryview(size), None, consequence)
         length = int.from_bytes(size, "little")
         if length > _MAX_HEADER_BYTES:
-            raise StateError(f"{self._name} sent something that is no bucket of weights")
+            raise self._make_message_error(f"a header of {length:,} bytes (allowed: {_MAX_HEADER_BYTES:,})")
         header = bytearray(length)
         self._receive_bytes(memoryview(header), self._timeout, _SENDER_FAILED)
         try:
-            entries = [
-                (str(name), find_dtype(dtype), [int(n) for n in shape]) for name, dtype, shape in json.loads(header)
-            ]
-        except (ValueError, TypeError, CheckpointError) as error:
-            raise StateError(f"{self._name} sent something that is no bucket of weights ({error!r})") from error
+            entries = [_read_entry(entry) for entry in _require_list(parse_json(bytes(header)))]
+        except (*PARSE_ERRORS, CheckpointError) as error:
+            raise self._make_message_error(f"a header that cannot be read ({error})") from error
         bucket = []
-        for name, dtype, shape in entries:
-            tensor = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        for name, spec in entries:
+            try:
+                tensor = torch.empty(spec.num_bytes, dtype=torch.uint8)
+                shaped = tensor.view(spec.dtype).view(spec.shape)
+            except (*PARSE_ERRORS, RuntimeError) as error:
+                raise self._make_message_error(
+                    f"{shorten_repr(name)} of shape {shorten_repr([*spec.shape])} and dtype {get_dtype_name(spec.dtype)}, which "
+                    f"this process cannot allocate ({str(error).partition(chr(10))[0]})"
+                ) from error
             self._receive_bytes(memoryview(tensor.numpy()), self._timeout, _SENDER_FAILED)  # type: ignore[arg-type]
-            bucket.append((name, tensor.view(dtype).view(shape)))
+            bucket.append((name, shaped))
         return bucket
+
+    def _make_message_error(self, received: str) -> StateError:
+        """Return the error for a message that is not a bucket of weights.
+
+        Args:
+            received: Description of what the peer sent.
+        """
+        return StateError(
+            f"{self._name} sent {received}, which is no bucket of weights. A bucket begins with a JSON list of [name, dtype, shape], "
+            'such as [["weight", "float32", [2, 3]]], in which sizes are integers of at least 0. Only WeightChannel.send() of the '
+            "same version of Headway and torch may write to the connection, from one thread. Restart the sender, open a new "
+            "connection, and send all weights again"
+        )
 
     def _send_bytes(self, view: memoryview, consequence: str) -> None:
         """Send bytes to the peer in blocks. Each block must be sent within the timeout.
@@ -184,3 +203,26 @@ class WeightChannel:
         is_silent = isinstance(error, TimeoutError)
         problem = f"has done nothing for {self._timeout:g} s" if is_silent else f"is gone ({error})"
         return StateError(f"{self._name} {problem} {consequence}")
+
+
+def _require_list(header: Any) -> list[Any]:
+    """Return a parsed header if it is a list. Raise `TypeError` otherwise."""
+    if not isinstance(header, list):
+        raise TypeError(f"{shorten_repr(header)} is not a list")
+    return header
+
+
+def _read_entry(entry: Any) -> tuple[str, TensorSpec]:
+    """Return the name of a tensor, and its shape and dtype, from an entry of a header.
+
+    Raises:
+        TypeError: If the entry is not [name, dtype, shape], or a size is not an integer of at least 0.
+        CheckpointError: If this version of torch has no such dtype.
+    """
+    if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
+        raise TypeError(f"{shorten_repr(entry)} is not [name, dtype, shape]")
+    name, dtype, shape = entry
+    has_valid_sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not has_valid_sizes:
+        raise TypeError(f"{shorten_repr(name)} has the shape {shorten_repr(shape)}")
+    return name, TensorSpec(tuple(shape), find_dtype(dtype))

@@ -64,3 +64,56 @@ def test_tensors_of_every_dtype_arrive_bit_for_bit(ends, dtype):
     ((name, received),) = next(WeightChannel(generator, "the trainer").receive())
     assert (name, received.dtype, received.shape) == ("weight", dtype, sent.reshape(2, -1).shape)
     assert torch.equal(received.view(torch.uint8).reshape(-1), data)
+
+
+@pytest.mark.parametrize(
+    ("header", "described"),
+    [
+        ('[["weight", "float32", [-2, 3]]]', r"'weight' has the shape \[-2, 3\]"),
+        ('[["weight", "float32", [-2, -3]]]', r"'weight' has the shape \[-2, -3\]"),
+        ('[["weight", "float32", [2.0]]]', r"'weight' has the shape \[2.0\]"),
+        ('[["weight", "float32", [true]]]', r"'weight' has the shape \[True\]"),
+        ('[["weight", "float32", "23"]]', "'weight' has the shape '23'"),
+        ('[["weight", "float32", 4]]', "'weight' has the shape 4"),
+        ('[["weight", "float31", [2]]]', "'float31' is not a dtype"),
+        ('[["weight", "Tensor", [2]]]', "'Tensor' is not a dtype"),
+        ('[["weight", 7, [2]]]', "7 is not a dtype"),
+        ('[[7, "float32", [2]]]', r"\[7, 'float32', \[2\]\] is not \[name, dtype, shape\]"),
+        ('[["weight", "float32"]]', r"\['weight', 'float32'\] is not \[name, dtype, shape\]"),
+        ('["abc"]', r"'abc' is not \[name, dtype, shape\]"),
+        ('{"weight": 1}', "is not a list"),
+        ("{}", "is not a list"),
+        ('""', "is not a list"),
+        ("null", "is not a list"),
+        ("not JSON", "Expecting value"),
+        ("[" * 100_000, "nested too deep"),
+        (b"\xff\xfe\xff", "codec can't decode"),
+        ('[["weight", "float32", [4611686018427387904, 4]]]', "cannot allocate"),
+        ('[["weight", "float32", [1' + "0" * 30 + "]]]", "cannot allocate"),
+        ('[["weight", "float32", [1' + "0" * 5000 + "]]]", "integer string conversion"),
+    ],
+)
+def test_corrupt_header_is_an_error_that_shows_it(ends, header, described):
+    trainer, generator = ends
+    content = header if isinstance(header, bytes) else header.encode()
+    trainer.sendall(len(content).to_bytes(8, "little") + content)
+    with pytest.raises(StateError, match=rf"^the trainer sent .*{described}") as caught:
+        next(WeightChannel(generator, "the trainer", timeout=5).receive())
+    assert all(part in str(caught.value) for part in ("[name, dtype, shape]", "at least 0", "send all weights again"))
+    assert len(str(caught.value)) < 900
+
+
+def test_header_that_is_too_long_is_an_error_before_it_is_read(ends):
+    trainer, generator = ends
+    trainer.sendall(b"GET / HT")
+    with pytest.raises(StateError, match=r"a header of 6,\d+,\d+,.* bytes \(allowed: 100,000,000\)"):
+        next(WeightChannel(generator, "the trainer").receive())
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1,)])
+def test_empty_tensors_and_scalars_arrive(ends, shape):
+    trainer, generator = ends
+    generator.sendall(_ACKNOWLEDGED)
+    WeightChannel(trainer, "the generator").send([("weight", torch.full(shape, 3.0))])
+    ((_, received),) = next(WeightChannel(generator, "the trainer").receive())
+    assert torch.equal(received, torch.full(shape, 3.0))
