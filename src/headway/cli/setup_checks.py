@@ -1,13 +1,15 @@
 """Checks that `headway test` runs on every rank: collectives, data order, gradients, RNG states and metrics."""
 
+import math
 import time
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import mse_loss
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.accelerator import Accelerator
+from headway.core.config.mesh import Layout
 from headway.core.config.run import DataLoaderConfiguration
 from headway.core.runtime.collectives.rng import synchronize_rng_states
 from headway.core.runtime.seed import set_seed
@@ -17,18 +19,112 @@ _NUM_ROWS = 37  # a prime, so that no batch size or number of ranks divides it
 _BATCH_SIZE = 4
 
 
+_LENGTH = 8  # of each sequence
+
+_NUM_FEATURES = 6
+
+_HEAD_SIZE = 4  # of attention heads
+
+_MAX_SKIPPED_UPDATES = 30  # fp16 loss scaling skips updates until its scale is small enough
+
+
+class _Experts(torch.nn.Module):
+    """Experts in the form that expert parallelism supports (docs/expert_parallel.md#which-models)."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = torch.nn.Parameter(torch.randn(num_experts, width, 2 * width) / width**0.5)
+        self.down = torch.nn.Parameter(torch.randn(num_experts, 2 * width, width) / (2 * width) ** 0.5)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        outputs = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            weights = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
+            outputs = outputs + weights * (torch.tanh(hidden_states @ self.up[expert]) @ self.down[expert])
+        return outputs
+
+
+class _MixtureOfExperts(torch.nn.Module):
+    """Router and experts; each token goes to two of them."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(width, num_experts, bias=False)
+        self.experts = _Experts(width, num_experts)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = hidden_states.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2, dim=-1)
+        outputs: torch.Tensor = self.experts(tokens, chosen, weights)
+        return outputs.view_as(hidden_states)
+
+
+class _Block(torch.nn.Module):
+    """Decoder block with causal attention, which context parallelism can split."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.query, self.key, self.value, self.output = (torch.nn.Linear(width, width) for _ in range(4))
+        self.feed_forward = (
+            _MixtureOfExperts(width, num_experts)
+            if num_experts
+            else torch.nn.Sequential(
+                torch.nn.Linear(width, 2 * width), torch.nn.Tanh(), torch.nn.Linear(2 * width, width)
+            )
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed = self.first_norm(hidden_states)
+        query, key, value = (
+            layer(normed).unflatten(-1, (-1, _HEAD_SIZE)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        hidden_states = hidden_states + self.output(attended)
+        outputs: torch.Tensor = hidden_states + self.feed_forward(self.second_norm(hidden_states))
+        return outputs
+
+
+class _Decoder(torch.nn.Module):
+    """Small decoder that every built-in layout can split."""
+
+    def __init__(self, width: int, num_blocks: int, num_experts: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(_NUM_FEATURES, width)
+        self.blocks = torch.nn.ModuleList(_Block(width, num_experts) for _ in range(num_blocks))
+        self.head = torch.nn.Linear(width, 1)
+        if num_experts:  # no plan follows from the structure of experts: ep with tp splits only the attention
+            self._tp_plan = {
+                **dict.fromkeys(("blocks.*.query", "blocks.*.key", "blocks.*.value"), "colwise"),
+                "blocks.*.output": "rowwise",
+            }
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden_states = self.first(inputs)
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+        outputs: torch.Tensor = self.head(hidden_states)
+        return outputs
+
+
 def _make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of the checks, which are equal on all ranks."""
+    """Return inputs (rows, tokens, features) and targets of the checks, which are equal on all ranks."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(_NUM_ROWS, 6, generator=generator)
-    return inputs, inputs.sum(1, keepdim=True)
+    inputs = torch.randn(_NUM_ROWS, _LENGTH, _NUM_FEATURES, generator=generator)
+    return inputs, inputs.sum(-1, keepdim=True)
 
 
-def _make_model() -> torch.nn.Module:
-    """Return the model of the checks, with equal weights on all ranks. The RNG state is not changed."""
+def _make_model(layout: Layout) -> torch.nn.Module:
+    """Return a model that the layout can split, with equal weights on all ranks. The RNG state is not changed."""
+    num_heads = 2 * layout.tp
+    num_experts = 2 * layout.ep if layout.ep > 1 else 0
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(2)  # torch.manual_seed would also seed the accelerators
-        return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        return _Decoder(_HEAD_SIZE * num_heads, max(2, layout.pp), num_experts)
 
 
 def _require_true(is_true: bool, message: str) -> None:
@@ -36,11 +132,8 @@ def _require_true(is_true: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a DTensor, which is a collective, or the tensor itself."""
-    gather = getattr(tensor, "full_tensor", None)
-    full_tensor: torch.Tensor = tensor if gather is None else gather()
-    return full_tensor
+def _format_ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def check_collectives(accelerator: Accelerator) -> str:
@@ -63,7 +156,7 @@ def check_collectives(accelerator: Accelerator) -> str:
     _require_true(
         accelerator.collectives.gather_objects(f"rank {rank}")[-1] == f"rank {count - 1}", "objects were mixed up"
     )
-    return f"gather, pad, reduce and objects over {count} ranks"
+    return f"gather, pad, reduce and objects over {_format_ranks(count)}"
 
 
 def check_data(accelerator: Accelerator) -> str:
@@ -86,38 +179,59 @@ def check_data(accelerator: Accelerator) -> str:
 
 
 def check_gradient(accelerator: Accelerator) -> str:
-    """Raise AssertionError if the gradient of an accumulation window with micro-batches of different sizes is wrong.
+    """Raise AssertionError if an accumulation window with micro-batches of different sizes has a wrong gradient.
 
-    The reduced gradient must equal that of a single batch with all data, which each rank computes with plain PyTorch.
-    The tolerance is 1e-5, or 5e-2 with mixed precision. Every rank must call it.
+    The gradient must equal that of a single batch with all data, which rank 0 computes with plain PyTorch. It is the
+    change of the weights in an update with SGD and a learning rate of 1, because some layouts leave no gradients in
+    the parameters. The tolerance is 1e-5, or 5e-2 with mixed precision. Every rank must call this function.
 
     Returns:
         Description of the successful check, for the report.
     """
     inputs, targets = _make_data()
-    reference_model = _make_model()
+    layout = accelerator._facts.resolved_layout.layout
+    reference_model = _make_model(layout)
     torch.autograd.backward(mse_loss(reference_model(inputs), targets))
-    loader = DataLoader(TensorDataset(inputs, targets), batch_size=_BATCH_SIZE)
-    model = accelerator.prepare_model(_make_model())
-    prepared = accelerator.prepare_data_loader(loader)
-    prepared.even_batches = False  # otherwise repeated rows would count in the loss
-    accelerator.gradient_accumulation_steps = len(prepared)
-    for batch, target in prepared:
-        with accelerator.accumulate(model):
-            accelerator.backward(mse_loss(model(batch), target))
-    tolerance = 1e-5 if accelerator.mixed_precision == "no" else 5e-2
-    scale = accelerator.precision.get_gradient_scale()
-    errors = {}
-    for (name, parameter), reference in zip(model.named_parameters(), reference_model.parameters()):
+    num_batches = math.ceil(_NUM_ROWS / (_BATCH_SIZE * accelerator.strategy.data_shard.count))
+    accelerator.gradient_accumulation_steps = num_batches
+    model = _make_model(layout)
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        DataLoader(TensorDataset(inputs, targets), batch_size=_BATCH_SIZE),
+    )
+    loader.even_batches = False  # otherwise repeated rows would count in the loss
+    for _ in range(_MAX_SKIPPED_UPDATES):
+        for batch, target in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(batch), target))
+                optimizer.step()
+                optimizer.zero_grad()
+        if not accelerator.optimizer_step_was_skipped:
+            break
+    _require_true(accelerator.num_updates == 1, f"{accelerator.num_updates} updates were made instead of 1")
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        _compare_update(reference_model, weights, 1e-5 if accelerator.mixed_precision == "no" else 5e-2)
+    ranks = _format_ranks(accelerator.num_processes)
+    return f"a window of {num_batches} micro-batches on {ranks} = one batch of {_NUM_ROWS}"
+
+
+def _compare_update(reference_model: torch.nn.Module, weights: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Raise AssertionError unless the weights are those of the model after a step of SGD with a learning rate of 1.
+
+    Args:
+        reference_model: Model with the weights before the update, and with the correct gradients.
+        weights: Full tensors after the update, by name.
+        tolerance: Largest absolute difference that is allowed.
+    """
+    parameters = dict(reference_model.named_parameters())
+    _require_true(parameters.keys() == weights.keys(), f"get_state_dict returned {sorted(weights)}")
+    for name, parameter in parameters.items():
         assert parameter.grad is not None
-        assert reference.grad is not None
-        gradient = (
-            _gather_full_tensor(parameter.grad).cpu().float() / scale
-        )  # gathering a sharded gradient is a collective that all ranks must run
-        errors[name] = (gradient - reference.grad).abs().max().item()
-    for name, error in errors.items():
+        gradient = parameter.detach() - weights[name].cpu().float()
+        error = (gradient - parameter.grad).abs().max().item()
         _require_true(error <= tolerance, f"the gradient of {name} is off by {error:.2g}")
-    return f"a window of {len(prepared)} micro-batches on {accelerator.num_processes} ranks = one batch of {_NUM_ROWS}"
 
 
 def check_random_streams(accelerator: Accelerator) -> str:
@@ -171,8 +285,11 @@ def check_setup() -> bool:
     """
     started = time.monotonic()
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=0))
+    set_seed(0)  # ranks that read the same data must draw the same random numbers
+    count = accelerator.num_processes
     accelerator.print(
-        f"{accelerator.num_processes} processes, {accelerator.device.type}, precision {accelerator.mixed_precision}"
+        f"{count} {'process' if count == 1 else 'processes'}, {accelerator.device.type}, "
+        f"precision {accelerator.mixed_precision}"
     )
     num_failed = 0
     for check in _CHECKS:

@@ -3,6 +3,7 @@
 import torch
 
 from headway.cli import setup_checks
+from headway.core.config.mesh import Layout
 
 
 def test_model_of_the_checks_does_not_seed_accelerators(monkeypatch):
@@ -10,7 +11,7 @@ def test_model_of_the_checks_does_not_seed_accelerators(monkeypatch):
     seeds = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     before = torch.get_rng_state()
-    first, second = setup_checks._make_model(), setup_checks._make_model()
+    first, second = setup_checks._make_model(Layout()), setup_checks._make_model(Layout())
     assert torch.equal(torch.get_rng_state(), before)
     assert seeds == []
-    assert torch.equal(first[0].weight, second[0].weight)
+    assert torch.equal(first.head.weight, second.head.weight)
