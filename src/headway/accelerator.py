@@ -847,7 +847,8 @@ class Accelerator(RankAware):
         """Concatenate tensors of all ranks along dimension 0, in rank order. Call it on every rank.
 
         The size of dimension 0 can differ between ranks. Samples that were repeated to complete a batch are included,
-        with a warning the first time. `gather_for_metrics` leaves them out.
+        with a warning the first time. If several ranks share a data shard, as under `tp`, the rows of each are included.
+        `gather_for_metrics` returns each sample once.
 
         Args:
             tensor: Tensor, or nested containers of tensors. A 0-d tensor counts as one row.

@@ -78,3 +78,15 @@ def test_without_arguments_the_only_run_nearby_is_drawn(tmp_path, monkeypatch):
     write_realistic_log(tmp_path / "runs" / "b", seed=1, steps=20)
     with pytest.raises(ConfigError, match="headway report runs/a runs/b"):
         raise run_command("report").exception
+
+
+def test_axis_without_pictures_or_counts_is_refused_before_any_work(tmp_path):
+    write_realistic_log(tmp_path / "a", steps=20)
+    with pytest.raises(ConfigError, match=r"--axis tokens chooses the axis of PNG files.*add --png"):
+        raise run_command("report", tmp_path / "a", "--axis", "tokens").exception
+    pytest.importorskip("matplotlib", reason="PNGs need the plots extra")
+    words = ("report", tmp_path / "a", "--png", tmp_path / "pictures", "--axis")
+    with pytest.raises(ConfigError, match=r"needs samples_seen at two steps .* which a did not log"):
+        raise run_command(*words, "samples").exception
+    assert not (tmp_path / "a" / "report.html").exists()
+    assert run_command(*words, "epochs").exit_code == 2

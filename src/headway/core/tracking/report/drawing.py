@@ -19,6 +19,7 @@ from headway.core.tracking.report.panels import (
     find_step_range,
     find_value_range,
 )
+from headway.core.tracking.report.progress_axes import Counts, interpolate_count, replace_steps, require_counts
 from headway.errors import ConfigError
 
 _TONE_COLORS = {"bad": "#c62f3b", "warn": "#b26a00", "good": "#00815d", "calm": "#8a8983"}
@@ -38,7 +39,7 @@ def require_matplotlib() -> ModuleType:
     return package
 
 
-def draw_charts(runs: Sequence[RunData], folder: Path) -> list[Path]:
+def draw_charts(runs: Sequence[RunData], folder: Path, axis: str = "step") -> list[Path]:
     """Write one PNG file per chart into `folder`, and return their paths.
 
     The files are numbered in the order of the charts on the report's page.
@@ -46,21 +47,29 @@ def draw_charts(runs: Sequence[RunData], folder: Path) -> list[Path]:
     Args:
         runs: Runs of the report.
         folder: Folder for the files.
+        axis: Horizontal axis: "step", "tokens" or "samples". Runs without steps are drawn over time. Default: "step".
 
     Raises:
         OptionalDependencyMissing: If matplotlib is not installed.
-        ConfigError: If the folder cannot be written.
+        ConfigError: If the folder cannot be written, or a run has no counts of tokens or samples for the axis.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
+    counts = None if axis == "step" else require_counts(runs, axis)
     panels = build_panels(runs, MIN_BUCKETS)
+    if counts is not None:
+        panels = replace_steps(panels, counts)
+    elif not all(run.has_steps for run in runs):
+        axis = "time"
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, panel in enumerate(panels, 1):
             figure = Figure(figsize=(9.0, 3.6), dpi=160, layout="constrained")
-            _draw_chart(figure.add_subplot(), panel, runs, find_step_range(panels))
+            axes = figure.add_subplot()
+            _draw_chart(axes, panel, runs, axis, find_step_range(panels))
+            _draw_event_lines(axes, runs, counts)
             slug = re.sub(r"[^a-z0-9]+", "-", panel.title.lower()).strip("-")[:60] or "chart"
             paths.append(folder / f"{number:02d}-{slug}.png")
             figure.savefig(paths[-1])
@@ -71,24 +80,23 @@ def draw_charts(runs: Sequence[RunData], folder: Path) -> list[Path]:
     return paths
 
 
-def _draw_chart(axes: Any, panel: Panel, runs: Sequence[RunData], step_range: tuple[float, float]) -> None:
-    """Draw one chart on matplotlib axes: its lines, and vertical lines for the events of the runs.
+def _draw_chart(axes: Any, panel: Panel, runs: Sequence[RunData], axis: str, axis_range: tuple[float, float]) -> None:
+    """Draw one chart on matplotlib axes, without the events of the runs.
 
     Args:
         axes: matplotlib's `Axes`.
         panel: Chart to draw.
         runs: Runs of the report. The lines of the chart refer to them by index.
-        step_range: First and last value of the horizontal axis: steps, or seconds if some run has no steps.
+        axis: Name of the horizontal axis: "step", "time", "tokens" or "samples".
+        axis_range: First and last value of the horizontal axis: steps, seconds, tokens or samples.
     """
     for line in panel.lines:
         run_label = runs[line.run].label if len(runs) > 1 else ""
         _draw_line(axes, line, label=" · ".join(part for part in (run_label, line.label) if part))
-    _draw_event_lines(axes, runs)
-    has_steps = all(run.has_steps for run in runs)
-    axes.set(xlim=step_range, ylim=find_value_range(panel), xlabel="step" if has_steps else "time")
-    step_unit = "rate" if has_steps else "seconds"
+    axes.set(xlim=axis_range, ylim=find_value_range(panel), xlabel=axis)
+    axis_unit = "seconds" if axis == "time" else "rate"
     value_unit = "rate" if panel.unit == "number" else panel.unit
-    axes.xaxis.set_major_formatter(lambda value, _: format_value(value, step_unit))
+    axes.xaxis.set_major_formatter(lambda value, _: format_value(value, axis_unit))
     axes.yaxis.set_major_formatter(lambda value, _: format_value(value, value_unit))
     axes.set_title(_escape_label(panel.title), loc="left", fontweight="bold")
     axes.grid(axis="y", alpha=0.4)
@@ -123,19 +131,26 @@ def _draw_line(axes: Any, line: ChartLine, label: str) -> None:
         axes.plot(mark.steps[0], height, sign, color=color, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
-def _draw_event_lines(axes: Any, runs: Sequence[RunData]) -> None:
-    """Draw a labeled vertical line for each event with a line. Events of one color at one step share a line."""
-    labels: dict[tuple[float, str], dict[str, None]] = {}  # ordered sets of texts, by step and color
+def _draw_event_lines(axes: Any, runs: Sequence[RunData], counts: Sequence[Counts] | None) -> None:
+    """Draw a labeled vertical line for each event with a line. Events of one color at one position share a line.
+
+    Args:
+        axes: Axes of matplotlib.
+        runs: Runs of the report.
+        counts: Counts of tokens or samples of each run, by which events are placed. None: by steps.
+    """
+    labels: dict[tuple[float, str], dict[str, None]] = {}  # ordered sets of texts, by position and color
     for index, run in enumerate(runs):
         for event in select_drawn_events(run):
             kind = find_event_kind(event.kind)
             if kind.has_line:
                 color = LINE_COLORS[choose_color(index)] if len(runs) > 1 else _TONE_COLORS[kind.tone]
-                labels.setdefault((event.step, color), {})[_escape_label(kind.label)] = None
-    for (step, color), texts in labels.items():
-        axes.axvline(step, color=color, lw=0.8, ls=":")
+                position = event.step if counts is None else interpolate_count(counts[index], event.step)
+                labels.setdefault((position, color), {})[_escape_label(kind.label)] = None
+    for (position, color), texts in labels.items():
+        axes.axvline(position, color=color, lw=0.8, ls=":")
         placement = {"rotation": 90, "ha": "right", "va": "top", "transform": axes.get_xaxis_transform()}
-        axes.text(step, 0.98, " · ".join(texts), color=color, fontsize=6.5, **placement)
+        axes.text(position, 0.98, " · ".join(texts), color=color, fontsize=6.5, **placement)
 
 
 def _to_floats(values: Sequence[float | None]) -> list[float]:

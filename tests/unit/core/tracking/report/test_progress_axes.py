@@ -1,10 +1,14 @@
 """Test the axes of tokens and samples: which runs have them, and the counts at each step."""
 
+import math
+
 import pytest
 
 from headway.core.tracking.report import html_page, load
+from headway.core.tracking.report.drawing import draw_charts
 from headway.core.tracking.report.panels import MAX_BUCKETS
-from headway.core.tracking.report.progress_axes import find_progress_axes
+from headway.core.tracking.report.progress_axes import find_progress_axes, interpolate_count, require_counts
+from headway.errors import ConfigError
 from tests.unit.core.tracking.report.logs import Log
 from tests.unit.core.tracking.report.test_page import read_payload
 
@@ -62,3 +66,51 @@ def test_page_has_a_button_and_the_counts_of_each_axis(tmp_path):
     assert 'data-axis="tokens"' in page
     assert 'data-axis="samples"' not in page
     assert read_payload(page)["axes"] == {"tokens": [{"s": [0, 5, 10], "n": [0, 50, 200]}]}
+
+
+@pytest.mark.parametrize(
+    ("step", "count"), [(0, 0), (1, 100), (2, 200), (3, 300), (4, 400), (6, 700), (8, 1000), (10, 1300), (-1, -100)]
+)
+def test_counts_between_and_outside_of_logged_steps_follow_the_pace(step, count):
+    assert interpolate_count([(0, 0), (2, 200), (4, 400), (8, 1000)], step) == pytest.approx(count)
+
+
+def test_counts_that_are_missing_are_an_error_with_the_names_of_the_runs(tmp_path):
+    runs = load(
+        [write_run(tmp_path, "counted", samples_seen={10: 7}), write_run(tmp_path, "bare", samples_seen={9: 3})]
+    )
+    assert require_counts(runs, "samples") == [[(0, 0), (10, 7)], [(0, 0), (9, 3)]]
+    with pytest.raises(ConfigError, match=r"'tokens' needs tokens_seen or .* counted, bare did not .* step, samples\."):
+        require_counts(runs, "tokens")
+
+
+@pytest.mark.slow
+def test_pictures_place_values_marks_and_events_by_counts(tmp_path, monkeypatch):
+    figure_module = pytest.importorskip("matplotlib.figure", reason="PNGs need the plots extra")
+    figures = []
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, path: figures.append(figure))
+    for name, tokens_per_step in (("small", 100), ("large", 400)):
+        log = Log(tmp_path / name)
+        log.run()
+        for step in range(1, 6):
+            log.values(step, loss=math.nan if step == 3 else 1.0 / step)
+            if step in (1, 5):
+                log.values(step, tokens_seen=tokens_per_step * step)
+        log.event("out_of_memory", 2)
+        log.write()
+    runs = load([tmp_path / "small", tmp_path / "large"])
+    draw_charts(runs, tmp_path / "pictures", "tokens")
+    (axes,) = figures[0].axes
+    places = [[float(x) for x in line.get_xdata()] for line in axes.lines]
+    assert axes.get_xlabel() == "tokens"
+    assert [100, 200, 300, 400, 500] in places
+    assert [400, 800, 1200, 1600, 2000] in places
+    assert [300] in places  # the marks of NaN
+    assert [1200] in places
+    assert [200, 200] in places  # the vertical lines of the events
+    assert [800, 800] in places
+    assert axes.get_xlim()[1] == 2000
+    figures.clear()
+    draw_charts(runs, tmp_path / "pictures")
+    assert figures[0].axes[0].get_xlabel() == "step"
+    assert figures[0].axes[0].get_xlim()[1] == 5
