@@ -8,8 +8,8 @@ run's usual timeout. The hang watch adds the limit only while a rank's heartbeat
 """
 
 from headway.core.data.loader import LoaderEvents, PreparedLoader
-from headway.core.runtime import group, heartbeat_file, process
-from headway.core.runtime.control_plane import control
+from headway.core.runtime import heartbeat_file
+from headway.core.runtime.longer_timeouts import extend_timeouts
 
 
 def allow_stalls(loader: PreparedLoader, events: LoaderEvents) -> None:
@@ -37,9 +37,6 @@ class StallWatch:
     In the heartbeat, the extension ends with the wait. In process groups and on the control plane, it remains.
     """
 
-    def __init__(self) -> None:
-        self._limit = 0.0  # largest `stall_limit` of all loaders, in seconds
-
     def begin_wait(self, loader: PreparedLoader) -> None:
         """Report in this rank's heartbeat that the rank waits for a batch, and extend the timeouts of collectives.
 
@@ -52,10 +49,7 @@ class StallWatch:
         limit = loader.stall_limit
         if not limit:
             return
-        if process.current().world_size > 1:
-            self._limit = max(self._limit, limit)
-            group.extend_timeouts(self._limit)
-            control.current().extend_limit(self._limit)
+        extend_timeouts(limit)
         heartbeat_file.get_own_file().set_timeout_extension(limit)
 
     def end_wait(self, loader: PreparedLoader) -> None:

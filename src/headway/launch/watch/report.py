@@ -136,8 +136,9 @@ def _describe_lenience(lenience: float) -> list[str]:
     if not lenience:
         return []
     return [
-        f"  {_format_span(lenience)} of this timeout were added because a rank waits for data from remote storage, or "
-        "ran out of memory in a batch-size search while others may wait in a collective that ends with the process group's timeout"
+        f"  {_format_span(lenience)} of this timeout were added because a rank waits for data from remote storage, is in a block of "
+        "main_process_first(timeout=...), or ran out of memory in a batch-size search while others may wait in a collective that "
+        "ends with the process group's timeout"
     ]
 
 
@@ -165,8 +166,14 @@ def _describe_missing(view: RankView, waiting: RankView) -> list[str]:
     loop = stacks.find_left_loop(view.frames, waiting.frames)
     if loop is not None:
         lines.append(f"      it has left the loop of {loop}, in which the others wait: {_LEFT_LOOP_ADVICE}")
-    lines.append(f"      {_suggest_action(view)}")
+    lines.append(f"      {_suggest_action(view, waiting)}")
     return lines
+
+
+def _waits_for_first_rank(waiting: RankView) -> bool:
+    """Whether a rank waits at the start of a `main_process_first` or `local_main_process_first` block."""
+    frames = stacks.select_user_frames(waiting.frames)
+    return bool(frames) and "main_process_first(" in frames[0].source
 
 
 def _describe_lingering(view: RankView) -> list[str]:
@@ -199,8 +206,13 @@ def _describe_activity(view: RankView) -> str:
     return f"is at {at}" + (f", for {_format_span(view.still_age)}" if view.still_age >= 1 else "")
 
 
-def _suggest_action(view: RankView) -> str:
-    """Return advice on a missing rank whose script still runs, according to what the rank is doing."""
+def _suggest_action(view: RankView, waiting: RankView) -> str:
+    """Return advice on a missing rank whose script still runs, according to what the rank is doing.
+
+    Args:
+        view: State of the missing rank.
+        waiting: State of a rank that waits for it.
+    """
     user_frames = stacks.select_user_frames(view.frames)
     if view.state == "?":
         return "start the run with `headway launch`, whose watch sees such a rank from outside"
@@ -218,6 +230,11 @@ def _suggest_action(view: RankView) -> str:
         return "the dataset has not returned from this line; all ranks wait for this batch"
     if stacks.is_loading_data(view.frames):
         return "look at the dataset: with num_workers=0 the stack ends in the line that blocks"
+    if _waits_for_first_rank(waiting):
+        return (
+            "the others wait for its main_process_first block; if that is meant to take so long, use "
+            "main_process_first(timeout=SECONDS)"
+        )
     if user_frames and "sleep(" in user_frames[0].source:
         return "it sleeps there; ranks must not wait for anything but each other"
     return "if this is meant to take so long, raise --timeout; otherwise let every rank reach the same collectives"

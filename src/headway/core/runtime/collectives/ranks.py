@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -9,7 +10,8 @@ import torch
 
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import Tree, split_inputs
-from headway.core.runtime.process import ProcessRuntime
+from headway.core.runtime.longer_timeouts import extend_timeouts, request_longer_timeout
+from headway.core.runtime.process import NO_TIMEOUT, ProcessRuntime
 from headway.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -201,41 +203,83 @@ class RankAware:
         self.collectives.barrier()
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self, timeout: float | timedelta | None = None) -> Iterator[None]:
         """Return a context manager whose `with` block runs on rank 0 first, for example to fill a cache of data.
 
         Every rank must enter it. The other ranks enter the block after rank 0 has left it, even if rank 0 has left it
         with an error. The block must contain no collective.
 
+        Args:
+            timeout: Time that the other ranks wait for rank 0, in seconds or as a timedelta. 0: without a limit. None
+                (the default): the run's timeout, which is 10 minutes unless `--timeout` sets it. A time shorter than
+                the run's timeout has no effect.
+
+        Raises:
+            ConfigError: If `timeout` is negative or not a number.
+
         Example::
 
-            with accelerator.main_process_first():
+            with accelerator.main_process_first(timeout=7200):
                 dataset = download_and_tokenize()  # the other ranks find the files in the cache
         """
-        yield from self._run_first(self.is_main_process)
+        yield from self._run_first(self.is_main_process, timeout)
 
     @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self, timeout: float | timedelta | None = None) -> Iterator[None]:
         """Return a context manager whose `with` block runs first on local rank 0 of each machine.
 
         Every rank must enter it. The other ranks enter the block after every local rank 0 has left it, even if one has
         left it with an error. The block must contain no collective. Use it if machines do not share a disk.
-        """
-        yield from self._run_first(self.is_local_main_process)
 
-    def _run_first(self, is_first: bool) -> Iterator[None]:
+        Args:
+            timeout: Time that the other ranks wait for the local rank 0 of each machine, in seconds or as a timedelta.
+                0: without a limit. None (the default): the run's timeout, which is 10 minutes unless `--timeout` sets
+                it. A time shorter than the run's timeout has no effect.
+
+        Raises:
+            ConfigError: If `timeout` is negative or not a number.
+        """
+        yield from self._run_first(self.is_local_main_process, timeout)
+
+    def _run_first(self, is_first: bool, timeout: float | timedelta | None) -> Iterator[None]:
         """Yield once, on the first ranks before all others. This is the body of a context manager.
 
         Args:
             is_first: Whether this rank is one of the first. The other ranks wait until these have left the `with` block.
+            timeout: Time that the other ranks wait, in seconds or as a timedelta. 0: without a limit. None: the run's
+                timeout.
+
+        Raises:
+            ConfigError: If `timeout` is negative or not a number.
         """
+        extension = 0.0 if timeout is None else self._compute_extension(timeout)
+        if extension:
+            extend_timeouts(extension)
         if not is_first:
             self.wait_for_everyone()
         try:
-            yield
+            with request_longer_timeout(extension if is_first else 0.0):
+                yield
         finally:
             if is_first:
                 self.wait_for_everyone()
+
+    def _compute_extension(self, timeout: float | timedelta) -> float:
+        """Return the seconds by which a time limit exceeds the run's timeout. 0.0 if it does not.
+
+        Args:
+            timeout: Time limit in seconds or as a timedelta. 0: without a limit.
+
+        Raises:
+            ConfigError: If `timeout` is negative or not a number.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise ConfigError(
+                f"timeout={timeout!r} must be a time in seconds, 0 (without a limit), a timedelta, or None"
+            )
+        limit = min(float(seconds), NO_TIMEOUT.total_seconds()) if seconds else NO_TIMEOUT.total_seconds()
+        return max(0.0, limit - self.runtime.timeout.total_seconds())
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
