@@ -431,7 +431,7 @@ class Accelerator(RankAware):
         """
         if slice_fn_for_dispatch is not None:
             raise UnsupportedError(
-                "slice_fn_for_dispatch is not supported, because Headway cuts dispatched batches by rows. Leave it out"
+                "slice_fn_for_dispatch is not supported, because Headway splits dispatched batches by rows. Leave it out"
             )
         prepared = self._preparation.prepare_loader(data_loader, device_placement)
         self._preparation.check_packed_models()
@@ -1611,7 +1611,7 @@ class Accelerator(RankAware):
         """
         plan = ActivationCheckpointing(every, policy, offload, tuple(blocks))
         count = extensions.load("feature", "checkpoint_activations")(model, plan, self.device)
-        log.info("activations of %d blocks of %s are computed again in backward", count, type(model).__name__)
+        log.info("activations of %d blocks of %s are recomputed in backward", count, type(model).__name__)
         return model
 
     def keep_activations(self, model: torch.nn.Module) -> torch.nn.Module:

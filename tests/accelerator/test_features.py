@@ -58,7 +58,10 @@ def test_running_out_of_memory_splits_batches_and_keeps_losses(tmp_path: Path) -
     assert ooms == 0
     losses, less, ooms, said = _run_loop(tmp_path, "pieces", TOY_MEMORY=str(peak * 3 // 4))
     # Headway measures the allocator's memory here, so it first splits the batch into quarters and then predicts a size.
-    assert "memory ran out on rank 0 with pieces of 2048 rows: the batch is run again in pieces of at most 512" in said
+    assert (
+        "memory ran out on rank 0 with micro-batches of 2048 rows: the batch is replayed in micro-batches of at most 512"
+        in said
+    )
     assert ooms >= 1
     assert less < peak
     assert losses == pytest.approx(whole, rel=1e-5)

@@ -187,7 +187,7 @@ def test_hang_report_names_the_rank_that_waits_for_a_frozen_file_system(tmp_path
     assert "rank 0 of 2 is missing from" in err
     assert f"is at train.py:{find_line(FROZEN, '# GONE')}" in err
     assert "process state D" in err
-    assert "until its disk answers, also against SIGKILL" in err
+    assert "until its disk answers" in err
     assert still == []
 
 

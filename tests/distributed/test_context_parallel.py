@@ -415,7 +415,7 @@ def check_wrong_use() -> None:
             accelerator.prepare(build_seeded(0, lambda: SmallModel(ManualAttention)))(ids)
     with open_accelerator() as accelerator:
         with pytest.raises(
-            PrepareError, match=r"SmallModel cannot be cut.*an output of the shape .* differs by .*positions"
+            PrepareError, match=r"SmallModel cannot shard.*an output of the shape .* differs by .*positions"
         ):
             accelerator.prepare(build_seeded(0, lambda: SmallModel(PositionBlock)))(ids)
     with open_accelerator() as accelerator:
@@ -426,7 +426,9 @@ def check_wrong_use() -> None:
             accelerator.prepare(build_seeded(0, lambda: SmallModel(ManualAttention, 2)))
     with open_accelerator() as accelerator:
         model = accelerator.prepare(build_seeded(0, llama))
-        with pytest.raises(UnsupportedError, match=r"does not support pixel_values beside input_ids.*Use fsdp or tp"):
+        with pytest.raises(
+            UnsupportedError, match=r"does not support pixel_values together with input_ids.*Use fsdp or tp"
+        ):
             model(input_ids=ids, pixel_values=torch.zeros(1))
         with pytest.raises(UnsupportedError, match=r"a part of .*Llama.* was called by itself while training"):
             model.model.layers[0](torch.zeros(1, LENGTH, 16), position_embeddings=(torch.zeros(1), torch.zeros(1)))

@@ -201,7 +201,7 @@ def test_abort_reason_is_the_report(tmp_path):
     assert processes.returncode == 1
     assert processes.stderr.count("ended the run: the disk is full") == 1
     assert "headway: rank 1 of 2 (host " in processes.stderr
-    assert "starting all processes again" not in processes.stderr
+    assert "restarting all processes" not in processes.stderr
     assert "the disk is full" in json.loads((tmp_path / "logs/failure.json").read_text())["reason"]
 
 

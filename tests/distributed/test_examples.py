@@ -181,7 +181,7 @@ def test_demo_ends_with_the_same_loss_despite_failures(tmp_path):
         [sys.executable, str(EXAMPLES / "demo.py")], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "memory ran out on rank 1 with pieces of 16 rows" in result.stdout
+    assert "memory ran out on rank 1 with micro-batches of 16 rows" in result.stdout
     assert "rank 0 was ended by SIGKILL" in result.stdout
     assert "resumed after 20 updates" in result.stdout
     assert "The kill cost 4 updates." in result.stdout

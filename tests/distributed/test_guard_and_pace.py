@@ -179,9 +179,7 @@ def slow_rank_is_named() -> None:
     is_main = accelerator.is_main_process
     assert len(lines) == is_main  # reported once, although the rank stays slow
     assert [happening.name for happening in seen_events if happening.name == "straggler"] == ["straggler"] * is_main
-    assert (
-        not is_main or "rank 1 holds up the others: it takes 3,000 ms for a forward, 3.0 times the median" in lines[0]
-    )
+    assert not is_main or "rank 1 delays the others: it takes 3,000 ms for a forward, 3.0 times the median" in lines[0]
 
 
 def flops_of_split_layers_are_those_of_the_model() -> None:

@@ -283,7 +283,7 @@ def test_other_hangs_and_cases_without_a_hang(tmp_path):
     assert "rank 1 had finished the script by then" in found["finished"].stderr, shown["finished"]
     assert found["restarted"].returncode == 0, shown["restarted"]
     assert "rank 1 of 2 is missing from all_reduce" in found["restarted"].stderr, shown["restarted"]
-    assert "starting all processes again (1 of 1 restarts)" in found["restarted"].stderr, shown["restarted"]
+    assert "restarting all processes (1 of 1 restarts)" in found["restarted"].stderr, shown["restarted"]
     calm = found["no hang"]
     assert calm.returncode == 0, shown["no hang"]
     assert "hangs" not in calm.stderr, shown["no hang"]

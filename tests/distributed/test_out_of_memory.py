@@ -303,7 +303,7 @@ def failure_with_one_row_is_an_error_on_all_ranks() -> None:
 
     rank = Accelerator(cpu=ON_CPU).process_index
     for form in FORMS:
-        with pytest.raises(MemoryExhausted, match="rank 1 with pieces of one row"):
+        with pytest.raises(MemoryExhausted, match="rank 1 with micro-batches of one row"):
             train(1, "plain", form, Always())
 
 

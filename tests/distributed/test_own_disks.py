@@ -99,7 +99,7 @@ def run_on_two_disks(root):
     try:
         resume_machine(root)
     except CheckpointError as error:
-        results["refused"] = "could not be handed on to a machine without it: rank 1: " in str(error)
+        results["refused"] = "could not be copied to a machine without it: rank 1: " in str(error)
     if not is_first:
         machine.disk.unlink()
     machine.accelerator.wait_for_everyone()

@@ -292,7 +292,7 @@ def read_weights_on_one_rank(folder: str) -> None:
     model, _, _ = make_parts()
     model = accelerator.prepare(model)
     if accelerator.is_main_process:
-        with pytest.raises(UnsupportedError, match=r"^save_model\(\) is called at .* on rank 0 only: .*whole weights"):
+        with pytest.raises(UnsupportedError, match=r"^save_model\(\) is called at .* on rank 0 only: .*full weights"):
             accelerator.save_model(model, folder)
         with pytest.raises(UnsupportedError, match=r"^get_state_dict\(\) is called at .* on rank 0 only"):
             accelerator.get_state_dict(model)

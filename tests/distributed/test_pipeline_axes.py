@@ -297,7 +297,7 @@ def unsupported_options() -> None:
             prepare_training(build_seeded(0, GPT), layout, *handlers)
 
     refuse(UnsupportedError, "drop sequence_parallel, or cp", "pp=2+cp", TensorParallelOptions(sequence_parallel=True))
-    refuse(UnsupportedError, "leaves logits split", "pp=2+tp", TensorParallelOptions(loss_parallel=True))
+    refuse(UnsupportedError, "leaves logits sharded", "pp=2+tp", TensorParallelOptions(loss_parallel=True))
     refuse(
         UnsupportedError,
         "gathers parameters for each micro-batch",

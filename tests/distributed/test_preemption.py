@@ -398,7 +398,7 @@ def test_launcher_forwards_the_signal_in_both_directions(tmp_path):
         ) in err
         assert f"after update {max(curve)}; checkpoint {tmp_path}/run/checkpoints/checkpoint_" in err
         assert ("headway: SIGTERM: the ranks save and end" in err) == (how == "SIGTERM")
-        assert "starting all processes again" not in err
+        assert "restarting all processes" not in err
         assert "Traceback" not in err
     code, losses, err = launch_and_read(tmp_path, "ends")
     assert code == 0, err

@@ -306,7 +306,7 @@ def failure_with_one_row_is_an_error() -> None:
                 accelerator.backward(loss, weight=1.0, reduction="sum")
                 optimizer.step()
 
-    with pytest.raises(MemoryExhausted, match="rank 1 with pieces of one row"):
+    with pytest.raises(MemoryExhausted, match="rank 1 with micro-batches of one row"):
         run()
     accelerator.free_memory()
 

@@ -104,7 +104,7 @@ def test_same_command_resumes_a_preempted_run(tmp_path, num_processes):
 
     code, first, _, err = run_script(tmp_path, num_processes, strike=7)
     assert code == PREEMPTED, err
-    assert "start the same command again, and it goes on from there" in err
+    assert "run the same command again to continue from it" in err
     assert min(first) == 1  # the previous run had ended, so this one starts from the beginning
     code, _, _, _ = run_script(tmp_path, num_processes, strike=max(first) + 7, number=signal.SIGKILL)
     assert code not in (0, PREEMPTED)

@@ -52,7 +52,7 @@ def test_ambiguous_length_warns_when_updates_continue_at_the_final_rate(name):
     [(_, (warnings_at_prepare, all_warnings))] = run_cases([(name, "after", 4, NATIVE, {})])
     assert not warnings_at_prepare
     assert len(all_warnings) == 1
-    assert "training goes on with a learning rate of" in all_warnings[0]
+    assert "training continues with a learning rate of" in all_warnings[0]
 
 
 def test_one_process_gives_no_warning():

@@ -67,7 +67,7 @@ def test_error_without_a_readable_table_has_no_link(monkeypatch, tmp_path):
         (errors.StateError("... under pipeline parallelism a forward has one backward"), "pipeline_parallel.md#not-supported"),
         (errors.PrepareError("sequence_parallel=True: ..."), "tensor_parallel.md#sequence-parallelism-and-loss-parallelism"),
         (errors.ConfigError("Net has no tensor-parallel plan of its own"), "tensor_parallel.md#your-own-models"),
-        (errors.PrepareError("Net cannot be cut along its sequences (context parallelism)"), "context_parallel.md#which-models"),
+        (errors.PrepareError("Net cannot shard its sequences (context parallelism)"), "context_parallel.md#which-models"),
         (errors.PrepareError("Net has no experts that ep=2 could distribute"), "expert_parallel.md#which-models"),
         (errors.ConfigError("DeepSpeed's JSON contradicts the run: ..."), "deepspeed.md#the-json-configuration"),
         (errors.UnsupportedError("mixed_precision='fp8': ... float8 needs CUDA ..."), "float8.md#hardware"),

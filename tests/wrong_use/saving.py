@@ -15,7 +15,7 @@ section = Section("Saving and loading")
 row = section.row
 
 LONE = error("on rank 0 only")
-"""Expected error if each rank holds a part of the model."""
+"""Expected error if each rank has a shard of the model."""
 
 
 def load_weights(s: Script, file: str) -> nn.Module:
@@ -62,7 +62,7 @@ def torch_save_alone(s: Script) -> Any:
     return load_weights(s, "model.pt")
 
 
-PARTS = warning("holds this rank's part of each tensor")
+PARTS = warning("has this rank's shard of each tensor")
 
 
 @row("`state = model.state_dict()` on all ranks, saved by one", EQUAL, fsdp=PARTS, tp=PARTS)

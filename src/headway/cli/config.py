@@ -48,7 +48,7 @@ LAYOUT_DESCRIPTIONS = {
     "fsdp": "fsdp: weights, gradients and optimizer state sharded across all processes",
     "hsdp": "hsdp: sharded within groups of processes, with a replica in each group; for several machines",
     "tp": "tp: every matrix split across all processes; for large layers, few processes and fast links",
-    "fsdp+cp": "fsdp+cp: sequences cut within groups, parameters sharded across all; for long sequences",
+    "fsdp+cp": "fsdp+cp: sequences sharded within groups, parameters sharded across all; for long sequences",
     "fsdp+tp": "fsdp+tp: matrices split within groups, parameters sharded across the groups; for the largest models",
 }
 """Layouts that the interactive command offers, each with a description of how the model is distributed."""

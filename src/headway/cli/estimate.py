@@ -58,8 +58,8 @@ NOT_FOR_RANKING = {
     "batch_size": "the micro-batch is searched for",
     "gradient_accumulation_steps": "it follows from the micro-batch",
     "longest": "it is a search at one batch size",
-    "lora": "it ranks ways to train the whole model",
-    "packing": "it ranks steps on whole sequences",
+    "lora": "it ranks ways to train the full model",
+    "packing": "it ranks steps on full sequences",
     "page": "its charts are of one configuration",
     **dict.fromkeys(("strategy", "ranks", "machine_ranks"), _ONE_GPU),
 }
@@ -350,7 +350,7 @@ def format_ranking(model: str, as_json: bool = False, **options: Any) -> tuple[s
         format_table(rows),
     ]
     lines += [f"not traced: {row.optimizer}, {row.precision}: {row.problem}" for row in rows if row.problem]
-    lines.append("cost: of one update beside the first row's, from counted operations; not a forecast of time")
+    lines.append("cost: of one update relative to the first row's, from counted operations; not a forecast of time")
     if not has_room:
         lines.append(
             "nothing is sure to fit; give a larger --budget, another --device or --optimizer, or a shorter --sequence"

@@ -172,7 +172,7 @@ def check_names(run: CheckedRun) -> Iterator[Finding]:
         own_address = network.find_own_address(run.address or "")
         is_relevant = run.num_machines > 1 and own_address is not None and run.address is None
         hint = f"give other machines {own_address} as --main_process_ip, not the name; "
-        hint += "`headway launch` tells gloo the interface itself"
+        hint += "`headway launch` sets the interface of gloo itself"
         reached = f"; others reach it as {own_address}" if own_address else ""
         yield make_finding(not is_relevant, f"host name {host} {problem}{reached}", hint)
     if run.num_machines == 1 or run.address is None:
@@ -233,7 +233,7 @@ def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
         first_port, last_port = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
         first_port, last_port = 32768, 60999
-    description = f"the system hands out ports {first_port} to {last_port}"
+    description = f"the system assigns ports {first_port} to {last_port}"
     if last_port - first_port < _MIN_PORTS:
         hint = "widen net.ipv4.ip_local_port_range: a rank opens a connection to each of the others"
         yield Finding("bad", description, hint)
@@ -301,7 +301,7 @@ def check_space(root: Path = Path("/")) -> Iterator[Finding]:
     folder = tempfile.gettempdir()
     free_bytes = shutil.disk_usage(folder).free
     is_good = free_bytes >= _MIN_FREE_DISK_SPACE and os.access(folder, os.W_OK)
-    hint = "clean it up, or set TMPDIR to a folder with room"
+    hint = "clean it up, or set TMPDIR to a folder with free space"
     yield make_finding(is_good, f"{format_bytes(free_bytes)} free in {folder}", hint, "bad")
 
 

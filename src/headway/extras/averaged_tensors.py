@@ -22,7 +22,7 @@ from headway.extras.average_exchange import WeightPair, split_pairs
 from headway.extras.average_shards import choose_average_dtype, list_boxes, make_empty_piece, slice_box, wrap_like
 
 _CREATED_TOO_EARLY = (
-    "ExponentialMovingAverage was created before prepare(), and its weights have the layout of a whole model; create it after "
+    "ExponentialMovingAverage was created before prepare(), and its weights have the layout of an unsharded model; create it after "
     "prepare(), or pass it to prepare() together with the model"
 )
 

@@ -69,7 +69,7 @@ class ChunkedHead(nn.Linear):
             return hidden if self.is_deferred else super().forward(hidden)
         if is_dtensor(self.weight):
             raise UnsupportedError(
-                "chunk_loss needs the head's whole weight on each rank; leave chunk_loss out under tp"
+                "chunk_loss needs the head's full weight on each rank; leave chunk_loss out under tp"
             )
         # autocast does not know linear_cross_entropy, so its inputs are cast here.
         has_autocast = torch.is_autocast_enabled(hidden.device.type)

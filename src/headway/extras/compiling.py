@@ -79,17 +79,17 @@ def compile_model(
     if has_blocks and is_gathered and not plugin.use_regional_compilation:
         log.warning_once(
             f"{name} will be sharded, so regional compilation is used: parameters are gathered before each block, which breaks the "
-            "graph of a whole model. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
+            "graph of the full model. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
         )
     if has_blocks and (plugin.use_regional_compilation or is_gathered):
         return compile_regions(model, **plugin.to_kwargs())
     if plugin.use_regional_compilation:
         log.warning_once(
             f"regional compilation: {name} has no repeated blocks (no two modules of one class, with submodules, in a "
-            "ModuleList, Sequential or ModuleDict), so it is compiled whole"
+            "ModuleList, Sequential or ModuleDict), so it is compiled as one graph"
         )
     _compile_modules([model], plugin.to_kwargs())
-    log.info("%s will be compiled whole by %s", name, plugin.name)
+    log.info("%s will be compiled as one graph by %s", name, plugin.name)
     return model
 
 

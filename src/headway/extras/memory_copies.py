@@ -115,7 +115,7 @@ def _find_problem(copies: Sequence[_LocalFiles]) -> str:
         return "machines have kept different states under that name"
     missing = copies[0].all_names.difference(*(each.local_names for each in copies))
     if missing:
-        return f"no machine holds {', '.join(sorted(missing)[:3])}"
+        return f"no machine has {', '.join(sorted(missing)[:3])}"
     return ""
 
 

@@ -56,7 +56,7 @@ def list_suggestions(
         *_suggest_for_device(use, asked),
     ]
     if census.num_graph_scalars > _MANY_LOSSES:
-        advice = f"{census.num_graph_scalars} scalars hold their graphs alive: collect loss.item() or loss.detach()"
+        advice = f"{census.num_graph_scalars} scalars keep their graphs alive: collect loss.item() or loss.detach()"
         suggestions.append(MemorySuggestion(None, advice))
     return sorted(suggestions, key=lambda each: -math.inf if each.saves is None else -each.saves)
 

@@ -492,7 +492,7 @@ class ExponentialMovingAverage:
         average = scope.get_or_create(SwappedModels).averages.get(self.model)
         if average is not None:
             raise StateError(
-                f"cannot {action}: {get_class_name(self.model)} holds the averaged weights of {average.name!r}. Leave the "
+                f"cannot {action}: {get_class_name(self.model)} contains the averaged weights of {average.name!r}. Leave the "
                 "swap_weights() block first"
             )
 

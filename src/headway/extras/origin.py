@@ -25,7 +25,7 @@ log = get_logger(__name__)
 _MAX_BATCHES = 256
 """Largest number of batches of an accumulation window that are kept in memory until its update is judged."""
 _TOO_LONG = (
-    "this update cannot be run again to find the origin of its non-finite values, because it has more than %d batches: fewer, larger "
+    "this update cannot be replayed to find the origin of its non-finite values, because it has more than %d batches: fewer, larger "
     "micro-batches make it possible"
 )
 

@@ -156,5 +156,5 @@ def find_stragglers(paces: list[RankPace], factor: float) -> dict[int, str]:
         if pace.data_wait > median_wait + _MAX_EXCESS_WAIT:
             reasons.append(f"waits for data {pace.data_wait:.0%} of its time, the median is {median_wait:.0%}")
         if reasons:
-            stragglers[pace.rank] = f"rank {pace.rank} holds up the others: it {' and '.join(reasons)}"
+            stragglers[pace.rank] = f"rank {pace.rank} delays the others: it {' and '.join(reasons)}"
     return stragglers

@@ -9,7 +9,7 @@ outputs for one document are then compared:
 1. The outputs must not change if the document before this one is replaced. Most models give bitwise equal outputs. In
    some, such as mixtures of experts, the rows of a batch affect each other's rounding. A control batch, in which the
    other rows are different, shows whether this is the case.
-2. The outputs must equal those for the document alone. This shows whether positions start again at each document.
+2. The outputs must equal those for the document alone. This shows whether positions restart at each document.
 
 If rounding can differ, differences are tolerated up to a fraction of a reference change. The reference is the change in
 the document's outputs when its own first token is replaced. A leak between documents takes the same path through the
@@ -69,7 +69,7 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
             (the default): derived from the dtypes of its parameters.
 
     Raises:
-        PrepareError: If documents influence each other, or positions do not start again at each document. Also if the
+        PrepareError: If documents influence each other, or positions do not restart at each document. Also if the
             model does not accept the entries of the batch, or returns neither logits nor a loss.
     """
     probe = _BoundaryProbe(model, collate)
@@ -85,7 +85,7 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
     if verdict is BoundaryVerdict.WRONG_POSITIONS:
         raise PrepareError(
             f"{get_class_name(model)} computes other outputs for a packed document than for the document alone: its positions do not "
-            f"start again at each document, or it does not read the batch's mask as meant. {_REMEDIES}"
+            f"restart at each document, or it does not read the batch's mask as meant. {_REMEDIES}"
         )
     if verdict is BoundaryVerdict.UNKNOWN:
         log.warning(

@@ -128,7 +128,7 @@ def make_packing_plan(
         longest = int(sizes.argmax())
         raise DataError(
             f"{num_long} of {len(sizes)} samples are longer than a sequence of {sequence_length} tokens; the longest is sample "
-            f"{longest} with {sizes[longest]}. Pass long_samples='split' (cut them into pieces) or 'truncate' (drop the rest), or a "
+            f"{longest} with {sizes[longest]}. Pass long_samples='split' (split them into parts) or 'truncate' (drop the rest), or a "
             "larger sequence length"
         )
     num_cut_tokens = 0

@@ -130,7 +130,7 @@ class _ClusterVariables:
         number = parse_whole_number(text)
         if number is None:
             raise ConfigError(
-                f"{self._cluster} says {name}={shorten_repr(text)}, which should be a whole number; correct or unset it"
+                f"{self._cluster} sets {name}={shorten_repr(text)}, which should be a whole number; correct or unset it"
             )
         return number
 

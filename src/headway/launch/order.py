@@ -117,7 +117,7 @@ def build_order(resolved: ResolvedSettings, program: Program, num_machines: int,
         backend = resolved.get("rdzv_backend", "c10d" if max_restarts else "static")
         if backend == "static" and max_restarts:
             raise ConfigError(
-                f"rdzv_backend=static ({resolved.get_origin('rdzv_backend')}) cannot start several machines again "
+                f"rdzv_backend=static ({resolved.get_origin('rdzv_backend')}) cannot restart several machines "
                 f"(max_restarts={max_restarts}); use --rdzv_backend c10d"
             )
         endpoint = _build_endpoint(resolved, num_machines)
@@ -215,7 +215,7 @@ def _choose_min_machines(resolved: ResolvedSettings, num_machines: int, backend:
     can_restart = backend == "c10d" and resolved.get("max_restarts", 0)
     if min_machines < num_machines and not can_restart:
         raise ConfigError(
-            f"min_machines={min_machines} ({origin}) starts the processes again with fewer machines: add --max_restarts N, and "
+            f"min_machines={min_machines} ({origin}) restarts the processes with fewer machines: add --max_restarts N, and "
             "leave --rdzv_backend static out"
         )
     return min_machines

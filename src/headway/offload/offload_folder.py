@@ -393,7 +393,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             self._files[file] = open_checkpoint(file)
         stored = self._files[file].tensors.get(name)
         if stored is None:
-            raise CheckpointError(f"{file} holds no tensor {name!r}, which the offload index names for {key}")
+            raise CheckpointError(f"{file} contains no tensor {name!r}, which the offload index names for {key}")
         return stored
 
     def __iter__(self) -> Iterator[str]:

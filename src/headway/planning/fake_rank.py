@@ -169,7 +169,7 @@ class FakeRank:
         if self.layout.num_ranks == 1:
             return caveats
         caveats += [
-            f"for rank {self.rank:,} of {self.layout.num_ranks:,} ({self.strategy}); other ranks hold as much or less"
+            f"for rank {self.rank:,} of {self.layout.num_ranks:,} ({self.strategy}); other ranks use as much or less"
         ]
         if self.layout.ep > 1:
             caveats.append(

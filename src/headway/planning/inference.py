@@ -160,7 +160,7 @@ def measure_sizes(model: nn.Module, dtype: Dtype, workload: Workload | None = No
         dtype=str(dtype).removeprefix("torch."),
         num_bytes=sizes[""],
         largest=largest,
-        largest_name=names[0] if names else "the whole model",
+        largest_name=names[0] if names else "the full model",
         device_map=None,
     )
     try:

@@ -322,8 +322,8 @@ def _format_gaps(plan: Plan) -> Iterable[str]:
     if rarest is None:
         return
     yield (
-        f"{plan.shares.num_with_gaps:,} parameters have fewer rows than there are ranks; only {rarest.num_ranks:,} ranks hold a "
-        f"part of {rarest.name}, and {plan.shares.num_empty:,} ranks hold no part of any parameter"
+        f"{plan.shares.num_with_gaps:,} parameters have fewer rows than there are ranks; only {rarest.num_ranks:,} ranks have a "
+        f"part of {rarest.name}, and {plan.shares.num_empty:,} ranks have no part of any parameter"
     )
 
 

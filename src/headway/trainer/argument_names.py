@@ -36,7 +36,7 @@ _ADVICE = {
     "early_stopping_patience": "use callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] of the Trainer",
     "evaluate_during_training": "use eval_strategy='steps'",
     "sortish_sampler": "use train_sampling_strategy='group_by_length'",
-    "save_only_model": "checkpoints are always whole: for weights alone, call trainer.save_model(folder)",
+    "save_only_model": "checkpoints always contain the full state: for weights alone, call trainer.save_model(folder)",
 }
 """Advice by argument name, for unsupported arguments to which no supported name is similar."""
 UNSUPPORTED_NAMES = frozenset(

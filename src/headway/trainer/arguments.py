@@ -403,8 +403,8 @@ class TrainingArguments(UnknownMembers):
             raise ConfigError("bf16=True and fp16=True are two precisions; give one")
         if self.auto_find_batch_size and self.per_device_train_batch_size == "largest":
             raise ConfigError(
-                "auto_find_batch_size=True and per_device_train_batch_size='largest' both see to memory: the first cuts batches of "
-                "the size you give, the second chooses the size; give one"
+                "auto_find_batch_size=True and per_device_train_batch_size='largest' both manage memory: the first splits batches "
+                "of the size you give, the second chooses the size; give one"
             )
         if self.per_device_train_batch_size == "largest" and splits_batches(self.accelerator_config):
             raise ConfigError(

@@ -60,9 +60,9 @@ class MissingUpdates:
         if self._is_without_weight:
             raise DataError(self._describe_labels(f"the last {self._num_in_row} accumulation windows"))
         raise StateError(
-            f"the last {self._num_in_row} accumulation windows made no update, so the training does not go on: each of them was "
+            f"the last {self._num_in_row} accumulation windows made no update, so the training stops: each of them was "
             "skipped by fp16's gradient scaler, refused by a guard (on_non_finite, on_spike), had no label that counts, or never "
-            "called accelerator.backward(). The log says which; on_non_finite='explain' finds where a value became NaN or infinite"
+            "called accelerator.backward(). The log shows which; on_non_finite='explain' finds where a value became NaN or infinite"
         )
 
     def check_epoch(self) -> None:
@@ -91,8 +91,8 @@ class MissingUpdates:
         else:
             finding = f"in {windows}, every loss was given weight 0 (columns: {', '.join(columns) or 'none'})"
         return (
-            f"no label of the training data counts: {finding}. A loss over no label makes no update. Likely causes: rows are cut off "
-            "before the tokens to be learned, the chat template marks no assistant tokens ({% generation %}), or the response "
-            "template that masks the prompts does not occur in the rows. A causal model does not learn the first label of a row, so "
-            "that one does not count. Print the labels of one row (docs/trainer.md)"
+            f"no label of the training data counts: {finding}. A loss over no label makes no update. Likely causes: rows are "
+            "truncated before the tokens to be learned, the chat template marks no assistant tokens ({% generation %}), or "
+            "the response template that masks the prompts does not occur in the rows. A causal model does not learn the "
+            "first label of a row, so that one does not count. Print the labels of one row (docs/trainer.md)"
         )

@@ -82,7 +82,7 @@ _PART_TEXTS = {
         "a number{name} in {call}{values}",
         advice="let it be equal on all ranks, and do not scale the loss by the number of processes: accelerator.backward averages",
         page="accumulation.md",
-        piece_advice="a value that the loop keeps must not change when a batch is run again in pieces: keep it in a buffer, or "
+        piece_advice="a value that the loop keeps must not change when a batch is replayed in micro-batches: keep it in a buffer, or "
         "update it after the step",
         piece_page="microbatching.md",
     ),
@@ -130,7 +130,7 @@ _PART_TEXTS = {
         "the script takes another path at {line} ({function}())",
         advice="let every rank make the same calls: remove conditions on the rank or the number of processes from the loss",
         page="several_models.md",
-        piece_advice="the loss function must not change state or advance an iterator, because a batch may be run again",
+        piece_advice="the loss function must not change state or advance an iterator, because a batch may be replayed",
         piece_page="microbatching.md",
     ),
 }
@@ -153,7 +153,7 @@ def explain_parts(blame: Blame, unit: Literal["rank", "piece"], *, is_accelerate
         function=blame.call,
         call=f"{blame.call}(){at}",
         name=f" ({blame.name})" if blame.name else "",
-        values=f" is {blame.values[0]} for the whole batch and {blame.values[1]} for a {unit}" if blame.values else "",
+        values=f" is {blame.values[0]} for the full batch and {blame.values[1]} for a {unit}" if blame.values else "",
         unit=unit,
     )
     advice, page = texts.advice, texts.page

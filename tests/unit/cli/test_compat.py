@@ -89,7 +89,7 @@ def test_script_with_unserved_names_exits_with_1(tmp_path):
     assert ran.exit_code == 1
     assert "4 not served, 1 unknown" in ran.output
     assert "Accelerator.lomo_backward" in ran.output
-    assert "NOT SERVED: dispatched batches are cut by rows" in ran.output
+    assert "NOT SERVED: dispatched batches are split by rows" in ran.output
     assert re.search(r"moonshine +unknown: not a public name of Accelerate 1\.15\.0", ran.output)
     told = json.loads(run_compat("--json", script).output)[str(script)]
     assert {"name": "set_seed", "status": "served", "note": "", "line": 24} in told

@@ -70,7 +70,7 @@ def test_small_range_of_ephemeral_ports_is_bad(tmp_path):
     folder.mkdir(parents=True)
     (folder / "ip_local_port_range").write_text("40000\t40100\n")
     assert get_levels_and_texts(machine_checks.check_ports(CheckedRun(), tmp_path)) == [
-        ("bad", "the system hands out ports 40000 to 40100")
+        ("bad", "the system assigns ports 40000 to 40100")
     ]
 
 

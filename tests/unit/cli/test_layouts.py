@@ -116,7 +116,7 @@ def test_flags_without_effect_are_reported_in_one_line(launch):
     ).notes
     assert note.startswith("without effect: --fsdp_version (Headway uses FSDP2); --fsdp_use_orig_params (FSDP2 always")
     assert (
-        "--fsdp_state_dict_type (checkpoints are sharded and can be loaded under any layout; save_model() writes whole weights)"
+        "--fsdp_state_dict_type (checkpoints are sharded and can be loaded under any layout; save_model() writes full weights)"
         in note
     )
 
@@ -161,7 +161,7 @@ WRONG = [
     ),
     (
         "-n 8 --fsdp_sharding_strategy NO_SHARD --parallelism_config_dp_shard_size 8",
-        "--fsdp_sharding_strategy request whole models, but --parallelism_config_dp_shard_size requests shards; keep one",
+        "--fsdp_sharding_strategy request unsharded models, but --parallelism_config_dp_shard_size requests shards; keep one",
     ),
     (
         "-n 8 --use_fsdp --parallelism_config_tp_size 8",
@@ -186,7 +186,7 @@ WRONG = [
     ),
     ("-n 8 --use_deepspeed --strategy fsdp", "--strategy fsdp contradicts deepspeed from --use_deepspeed"),
     ("-n 8 --use_deepspeed --zero_stage 0", "--zero_stage='0'; allowed: 1, 2, 3; stage 0 shards nothing"),
-    ("-n 8 --use_deepspeed --zero3_init_flag true", "--zero3_init_flag: a model is built whole on each process"),
+    ("-n 8 --use_deepspeed --zero3_init_flag true", "--zero3_init_flag: the full model is built on each process"),
     ("-n 8 --use_deepspeed --offload_param_device disk", "--offload_param_device='disk'; allowed: CPU, NVME"),
     ("-n 8 --use_deepspeed --gradient_clipping high", "--gradient_clipping='high'; give a number"),
     ("-n 8 --strategy fsdp --gradient_clipping 1", "needs DeepSpeed, but the layout is fsdp: 8 shards; remove it"),

@@ -213,7 +213,7 @@ def test_losses_that_hold_their_graphs_are_counted():
     weight = torch.ones(4, requires_grad=True)
     losses = [(weight * index).sum() for index in range(40)]
     text = memory_report().text()
-    assert "scalars hold their graphs alive" in text
+    assert "scalars keep their graphs alive" in text
     assert len(losses) == 40
     assert memory_suggestions._MANY_LOSSES < 40
 

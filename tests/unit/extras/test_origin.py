@@ -143,7 +143,7 @@ def test_weight_is_named(name):
         model.get_parameter(name).data.view(-1)[0] = NAN
 
     with pytest.raises(
-        NonFiniteError, match=f"it began with {name}, which holds values that are not finite, on rank 0"
+        NonFiniteError, match=f"it began with {name}, which contains values that are not finite, on rank 0"
     ):
         train(lambda h: h, make_rows(1.0), spoil=spoil)
 
@@ -153,7 +153,7 @@ def test_buffer_is_named():
         model.inner.register_buffer("scale", torch.tensor(NAN))
         model.block["odd"].function = lambda h: h * model.inner.scale
 
-    with pytest.raises(NonFiniteError, match=r"it began with inner.scale, which holds"):
+    with pytest.raises(NonFiniteError, match=r"it began with inner.scale, which contains"):
         train(None, make_rows(1.0), spoil=spoil)
 
 

@@ -293,11 +293,11 @@ def test_stragglers_are_named():
     assert find_stragglers(even[:1], 1.3) == {}
     slow = [*even[:3], RankPace(3, 50, 0.021, 0.02)]
     assert find_stragglers(slow, 1.3) == {
-        3: "rank 3 holds up the others: it takes 21 ms for a forward, 2.1 times the median"
+        3: "rank 3 delays the others: it takes 21 ms for a forward, 2.1 times the median"
     }
     hungry = [*even[:3], RankPace(3, 50, 0.010, 0.42)]
     assert find_stragglers(hungry, 1.3) == {
-        3: "rank 3 holds up the others: it waits for data 42% of its time, the median is 2%"
+        3: "rank 3 delays the others: it waits for data 42% of its time, the median is 2%"
     }
     # Of two ranks, the faster one is the reference. A time of 0 from a coarse clock marks no rank as slow.
     assert list(find_stragglers([RankPace(0, 1, 0.02, 0), RankPace(1, 1, 0.01, 0)], 1.3)) == [0]

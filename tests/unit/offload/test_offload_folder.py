@@ -199,7 +199,7 @@ def test_memory_takes_precedence_over_files_and_safetensors_are_mapped(tmp_path)
     assert loaded["c"].tolist() == [3.0, 3.0]
     assert loaded["d"].dtype == torch.bfloat16
     assert [loaded.is_mapped(name, loaded[name].dtype) for name in "abcd"] == [False, True, True, False]
-    with pytest.raises(CheckpointError, match="holds no tensor 'e'"):
+    with pytest.raises(CheckpointError, match="contains no tensor 'e'"):
         loaded["e"]
     with pytest.raises(KeyError):
         loaded["f"]

@@ -179,7 +179,7 @@ def test_argument_given_by_two_names_is_refused():
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "needs evaluations"),
         ({"group_by_length": True, "train_sampling_strategy": "sequential"}, "contradicts train_sampling_strategy"),
         ({"label_smoothing_factor": 1.0}, "below 1"),
-        ({"auto_find_batch_size": True, "per_device_train_batch_size": "largest"}, "both see to memory"),
+        ({"auto_find_batch_size": True, "per_device_train_batch_size": "largest"}, "both manage memory"),
         ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers"),
         ({"load_best_model_at_end": True}, "eval_strategy is 'no'"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"}, "make them equal"),

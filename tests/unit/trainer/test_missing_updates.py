@@ -73,7 +73,7 @@ def test_an_epoch_without_labels_is_an_error(tmp_path, length):
         trainer.train()
     text = str(told.value)
     assert "'labels' contained only -100 (other columns: input_ids)" in text
-    assert "rows are cut off before the tokens to be learned" in text
+    assert "rows are truncated before the tokens to be learned" in text
     assert "{% generation %}" in text
     assert "the response template" in text
     assert torch.equal(before, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))

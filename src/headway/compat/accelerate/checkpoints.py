@@ -345,7 +345,7 @@ class AccelerateReader:
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{self._folder / name} holds no RNG states: {error!r}") from error
+            raise CheckpointError(f"{self._folder / name} contains no RNG states: {error!r}") from error
 
 
 class _SavedRNGStates:

@@ -188,11 +188,11 @@ class AccelerateMembers(RankAware):
             )
         if any(all(each is not buffer for buffer in buffers) for each in no_restore_buffers or ()):
             raise ConfigError(
-                "maybe_context_parallel(no_restore_buffers=...) holds a tensor that is not one of the buffers"
+                "maybe_context_parallel(no_restore_buffers=...) contains a tensor that is not one of the buffers"
             )
         if self._facts.resolved_layout.layout.cp > 1:
             log.info_once(
-                "maybe_context_parallel leaves its buffers whole: the prepared model cuts the sequences that it is given itself"
+                "maybe_context_parallel leaves its buffers unsharded, because the prepared model shards its input sequences itself"
             )
         yield
 

@@ -415,7 +415,7 @@ class ParallelismConfig:
             setattr(self, name, allowed)
         if self.cp_enabled and self.sp_enabled:
             raise ConfigError(
-                f"cp_size={self.cp_size} and sp_size={self.sp_size} both cut sequences; leave one of them at 1"
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both shard sequences; leave one of them at 1"
             )
         self._make_handlers()
         self._mesh: Any = None

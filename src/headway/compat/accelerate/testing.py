@@ -251,7 +251,7 @@ def execute_subprocess_async(
         sys.stderr.write(result.stderr)
     if result.returncode:
         raise LaunchError(
-            f"{' '.join(line)!r} ended with {result.returncode}; it said:\n{result.stderr or result.stdout}"
+            f"{' '.join(line)!r} ended with exit code {result.returncode} and this output:\n{result.stderr or result.stdout}"
         )
     return RunOutput(result.returncode, result.stdout.splitlines(), result.stderr.splitlines())
 
@@ -272,7 +272,7 @@ def run_command(command: Sequence[str], return_stdout: bool = False, env: Any = 
     )
     if result.returncode:
         raise SubprocessCallException(
-            f"{' '.join(map(str, command))!r} ended with {result.returncode}; it said:\n{result.stdout}"
+            f"{' '.join(map(str, command))!r} ended with exit code {result.returncode} and this output:\n{result.stdout}"
         )
     return result.stdout if return_stdout else None
 

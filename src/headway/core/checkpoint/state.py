@@ -147,7 +147,7 @@ def _collect_model(state: Iterable[tuple[str, Any]], index: int, collected: Coll
         is_tensor = isinstance(value, torch.Tensor) or is_sharded(value)
         problem = explain_refusal(get_local_part(value)) if is_tensor else None
         if not is_tensor and not is_extra(logical_name):
-            problem = f"a {type(value).__qualname__} in the model's state dict, which holds tensors: save it in get_extra_state()"
+            problem = f"a {type(value).__qualname__} in the model's state dict, where only tensors fit: save it in get_extra_state()"
         if problem is not None:
             raise CheckpointError(f"{logical_name} is {problem}")
         if is_weight(logical_name, value):

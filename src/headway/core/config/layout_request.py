@@ -58,7 +58,9 @@ class LayoutRequest:
         """
         earlier = self.settings.get(setting)
         if earlier is not None and earlier.value != value:
-            raise ConfigError(f"{earlier.key} says {setting}={earlier.value!r}, but {key} says {value!r}; keep one")
+            raise ConfigError(
+                f"{earlier.key} requests {setting}={earlier.value!r}, but {key} requests {value!r}; keep one"
+            )
         self.settings[setting] = RequestedValue(value, key)
         self.lines.append((key, f"{setting}: {value!r}"))
 
@@ -164,7 +166,7 @@ class LayoutRequest:
         sizes = {axis: size.value for axis, size in self._sizes.items()}
         if kinds == {"ddp"} and sizes.get("shard", 1) > 1:
             raise ConfigError(
-                f"{' and '.join(self._sharding)} request whole models, but {keys} requests shards; keep one"
+                f"{' and '.join(self._sharding)} request unsharded models, but {keys} requests shards; keep one"
             )
         asks_for_shards = bool(self._sharding) and kinds != {"ddp"}
         if asks_for_shards and not any(sizes.get(axis, 1) != 1 for axis in ("shard", "ep", "cp")):

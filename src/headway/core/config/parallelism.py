@@ -224,7 +224,7 @@ class ShardingOptions:
             allowed = f"one of {', '.join(map(str, fitting))}, " if fitting else ""
             raise ConfigError(
                 f"ShardingOptions(reshard_after_forward={chosen}) does not divide {num_shards} shards; "
-                f"give {allowed}True (all of them) or False (keep parameters whole)"
+                f"give {allowed}True (all of them) or False (keep parameters unsharded)"
             )
 
 

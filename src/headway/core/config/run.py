@@ -274,7 +274,7 @@ def splits_batches_automatically(microbatching: str | None, plugin: GradientAccu
         ConfigError: If `microbatching` is neither "auto" nor None, or gradients are to be reduced in every micro-batch.
     """
     if microbatching not in (None, "auto"):
-        raise ConfigError(f"microbatching={microbatching!r}; allowed: 'auto', or None to leave batches whole")
+        raise ConfigError(f"microbatching={microbatching!r}; allowed: 'auto', or None to leave batches unsplit")
     if microbatching == "auto" and plugin.sync_each_batch:
         raise ConfigError(
             "microbatching='auto' exchanges no gradients before the end of a window, but sync_each_batch=True does. Leave one of "

@@ -50,12 +50,12 @@ def check_parameters(function: Callable[..., Any], parameters: list[Parameter], 
     if any(is_deferred(function) for is_deferred in _IS_DEFERRED):
         raise ConfigError(
             f"{name} is a generator or a coroutine, whose body runs only after the call has returned. If it runs out of "
-            "memory, it cannot be called again with a smaller size. Decorate a plain function"
+            "memory, it cannot be retried with a smaller size. Decorate a plain function"
         )
     takes_steps = any(each.name == STEPS or each.kind is Parameter.VAR_KEYWORD for each in parameters)
     if needs_steps and not takes_steps:
         raise ConfigError(
-            f"with keep_global_batch=True {name} is given {STEPS}=...; add it, and hand it to the Accelerator"
+            f"with keep_global_batch=True {name} is given {STEPS}=...; add it, and pass it to the Accelerator"
         )
 
 

@@ -31,7 +31,7 @@ class PreemptedRun:
         """Return the report of two lines that the launcher prints about the preempted run."""
         return (
             f"headway: preempted by {self.reason} after update {self.update}; checkpoint {self.checkpoint}\n"
-            f"headway: exit code {PREEMPTED}: start the same command again, and it goes on from there"
+            f"headway: exit code {PREEMPTED}: run the same command again to continue from it"
         )
 
     def write(self, record: str | Path) -> None:

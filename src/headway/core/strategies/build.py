@@ -190,8 +190,8 @@ def _check_pipeline_options(sharding: ShardingOptions, tensor: TensorParallelOpt
     """
     if tensor.loss_parallel:
         raise UnsupportedError(
-            "TensorParallelOptions(loss_parallel=True) leaves logits split, which a pipeline hands to all its ranks; leave it out, "
-            "or use strategy='fsdp+tp'"
+            "TensorParallelOptions(loss_parallel=True) leaves logits sharded, but a pipeline sends them to all its ranks; "
+            "leave it out, or use strategy='fsdp+tp'"
         )
     if sharding.reshard_after_forward not in (None, False):
         raise UnsupportedError(
@@ -255,7 +255,8 @@ def _check_automatic_microbatching(layout: Layout, sharding: ShardingOptions, fl
         )
     if layout.shard < 2:
         raise UnsupportedError(
-            "microbatching='auto' needs shards or whole models, but this layout has replicas of one shard each; use strategy='ddp'"
+            "microbatching='auto' needs sharded or unsharded models, but this layout has replicas of one shard each; use "
+            "strategy='ddp'"
         )
     if float8 is not None and float8.recipe == "tensorwise" and float8.all_gather is not False:
         raise UnsupportedError(

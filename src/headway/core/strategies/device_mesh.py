@@ -100,5 +100,5 @@ def describe_ended_groups(layout: Layout) -> str:
     """Return the error message for preparing a model in a layout whose process groups have been destroyed."""
     return (
         f"the process groups of this Accelerator ({layout.describe()}) have ended: memory ran out in an attempt of "
-        "find_executable_batch_size, which goes on with new ones. Create the Accelerator inside its function, with this layout"
+        "find_executable_batch_size, which continues with new ones. Create the Accelerator inside its function, with this layout"
     )

@@ -196,7 +196,7 @@ class GuardedTracker:
         if not self._is_warned or self.is_dropped:
             outcome = "is used no more" if self.is_dropped else "failed"
             message_args = self.name, outcome, text[:1000], method
-            log.warning("the tracker %s %s: %s in %s(); training goes on", *message_args, main_process_only=False)
+            log.warning("the tracker %s %s: %s in %s(); training continues", *message_args, main_process_only=False)
             self._is_warned = True
             event = "tracker_dropped" if self.is_dropped else "tracker_failed"
             report = self._report()

@@ -102,7 +102,7 @@ class RunFeed:
         try:
             self.runlog = RunLog(folder)
         except OSError as error:
-            log.warning("there is no log of this run: %s cannot be written (%s); training goes on", folder, error)
+            log.warning("there is no log of this run: %s cannot be written (%s); training continues", folder, error)
             return
         try:
             self.logged_run = read_run(folder)
@@ -393,7 +393,7 @@ class RunFeed:
             write()
         except (OSError, StateError) as error:
             if not self._is_log_warned:
-                log.warning("the log of this run is not complete (%s); training goes on", error)
+                log.warning("the log of this run is not complete (%s); training continues", error)
                 self._is_log_warned = True
             return False
         return True

@@ -218,7 +218,7 @@ def _locate_log(path: Path) -> Path:
     if path.is_dir():
         others = sorted(each.parent.name for each in path.glob(f"*/{FILE}"))
         hint = f"give one of its folders: {', '.join(others)}" if others else "runs log where init_trackers was called"
-        raise TrackingError(f"{path} holds no {FILE}; {hint}")
+        raise TrackingError(f"{path} contains no {FILE}; {hint}")
     raise TrackingError(f"{path} does not exist; give a run's folder or its {FILE}")
 
 

@@ -233,7 +233,7 @@ class FullWeights:
         """
         if not self._strategy.capabilities.lone_forward:
             self._strategy.everyone.ensure_connected(call)
-            self._rank_check.check(f"{call}() is called", "putting whole weights together")
+            self._rank_check.check(f"{call}() is called", "gathering full weights")
         self._strategy.free_gathered(model)
 
 

@@ -34,7 +34,7 @@ class NanOrigin:
 
     def __str__(self) -> str:
         start = {
-            "weight": f"with {self.operation}, which holds values that are not finite",
+            "weight": f"with {self.operation}, which contains values that are not finite",
             "input": f"with the values that were given to {self.operation}",
             "elsewhere": "with a tensor that no checked operation has produced",
         }.get(self.phase, f"in {self.phase} with {self.operation}")

@@ -51,12 +51,12 @@ class BatchTask:
         if not callable(fn):
             raise LossError(
                 f"forward_backward got fn={type(fn).__name__}, which cannot be called; give the batch first, then a function from a "
-                "piece to its loss: forward_backward(batch, lambda piece: ...)"
+                "micro-batch to its loss: forward_backward(batch, lambda piece: ...)"
             )
         if weight is not None and not callable(weight):
             raise LossError(
-                f"forward_backward got weight={weight!r}; give a function from a piece to the number of items that its loss was "
-                "taken over, weight=lambda piece: ... (a number is for accelerator.backward)"
+                f"forward_backward got weight={weight!r}; give a function from a micro-batch to the number of items that its "
+                "loss was taken over, weight=lambda piece: ... (a number is for accelerator.backward)"
             )
         check_splitter(split, "forward_backward")
         self.batch = batch

@@ -52,7 +52,7 @@ log = get_logger(__name__)
 _WITHOUT_WEIGHT = (
     "the last %d accumulation windows had a total loss weight of 0 on all ranks, so they made no update: parameters, optimizer state "
     "and schedule stay as they are. Each of their losses was a mean over no items, such as over no label other than -100. Look at "
-    "the labels of a batch: were the tokens to be learned cut off, or all tokens masked? (docs/accumulation.md)"
+    "the labels of a batch: were the tokens to be learned truncated, or all tokens masked? (docs/accumulation.md)"
 )
 _NUM_WITHOUT_WEIGHT_AT_START = 2
 """Number of windows without weight in a row that are a mistake if no window has had a weight before."""

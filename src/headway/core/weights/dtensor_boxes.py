@@ -55,7 +55,8 @@ def iterate_boxes(tensor: "DTensor") -> Iterator[tuple[tuple[int, ...], tuple[sl
     shape = tuple(sum(stop - start for start, stop in ranges) for ranges in own_ranges)
     if prod(shape) != local.numel() or (local.numel() and shape != tuple(local.shape)):
         raise CheckpointError(
-            f"a DTensor of shape {tuple(tensor.shape)} holds {tuple(local.shape)} here, where {tensor.placements} give {shape}"
+            f"a DTensor of shape {tuple(tensor.shape)} has a local shard of shape {tuple(local.shape)}, but "
+            f"{tensor.placements} require {shape}"
         )
     for box in product(*map(_pair_with_slices, own_ranges)):
         yield tuple(start for start, _ in box), tuple(local_slice for _, local_slice in box)
@@ -86,7 +87,7 @@ def list_cuts(tensor: "DTensor") -> list[list[tuple[int, int | None]]]:
             cuts[placement.dim % tensor.ndim].append((axis, factor))
         elif not isinstance(placement, Replicate):
             raise CheckpointError(
-                f"a DTensor of shape {tuple(tensor.shape)} is placed as {placement}: its ranks hold sums that were not reduced yet. "
+                f"a DTensor of shape {tuple(tensor.shape)} is placed as {placement}: its ranks have sums that were not reduced yet. "
                 "Let state_dict() return tensor.redistribute(placements=[Replicate()])"
             )
     return cuts

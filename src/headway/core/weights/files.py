@@ -287,7 +287,8 @@ def _open_sharded(index: Path, source: str) -> WeightFiles:
     ]
     if misplaced:
         raise CheckpointError(
-            f"{index}: the index does not fit its shards; {len(misplaced)} tensors are not where it says: {', '.join(misplaced[:5])}"
+            f"{index}: the index does not fit its shards; {len(misplaced)} tensors are not in the shard that it names: "
+            f"{', '.join(misplaced[:5])}"
         )
     tensors = {name: found for name, file in weights.items() if (found := shards[file].tensors.get(name)) is not None}
     objects = {name: shards[file].objects[name] for name, file in weights.items() if name not in tensors}

@@ -279,7 +279,7 @@ def _describe_mismatches(
         )
     if any(name in locations and not locations[name].is_persistent for name in missing):
         lines.append(
-            "A buffer that no checkpoint holds is computed by its module: build with init_empty_weights(), which does that."
+            "A buffer that no checkpoint contains is computed by its module: build with init_empty_weights(), which does that."
         )
     if missing:
         lines.append("To keep what a part of the model has (e.g. a new head), load the checkpoint into the other part.")

@@ -105,7 +105,7 @@ def read_header(file: BinaryIO, path: Path) -> tuple[TensorOffsets, dict[str, An
         if end > size:
             problem = f"truncated: {end - size} bytes are missing"
         else:
-            problem = f"{size - end} bytes longer than its header says"
+            problem = f"{size - end} bytes longer than its header states"
         raise CheckpointError(f"{path}: the file is {problem}; copy or download it again")
     return tensors, metadata if isinstance(metadata, dict) else {}
 
@@ -255,7 +255,7 @@ def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) 
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(
-            f"a tensor's name holds {error.object[error.start]!r}, which UTF-8 does not have"
+            f"a tensor's name contains {error.object[error.start]!r}, which UTF-8 does not have"
         ) from error
     text += b" " * (-(8 + len(text)) % 64)  # so that the values begin at a multiple of 64 bytes
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in offsets.items()}

@@ -115,7 +115,7 @@ def make_image_slicer(
         if needs_images:
             raise DataError(
                 f"the batch must be split to fit into memory, but its rows {start} to {stop - 1} have no {key!r}. "
-                "In a sharded layout, each rank must run the image encoder in each piece. Give each row an image, use "
+                "In a sharded layout, each rank must run the image encoder in each micro-batch. Give each row an image, use "
                 "strategy='ddp', or use a smaller batch size and microbatching=None"
             )
         return None

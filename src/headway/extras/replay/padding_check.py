@@ -46,6 +46,6 @@ class PaddingCheck:
         if pending.read():
             self._num_checks = _MAX_CHECKS
             log.warning_once(
-                "labels of this batch contain -100, and its pieces are weighed by their rows: a mean over the other tokens needs "
-                "weight=, the number of labels that count (docs/microbatching.md)"
+                "labels of this batch contain -100, and its micro-batches are weighted by their rows: a mean over the other "
+                "tokens needs weight=, the number of labels that count (docs/microbatching.md)"
             )

@@ -24,7 +24,7 @@ from headway.extras.replay.transaction import BatchTransaction
 from headway.extras.replay.unsplit_check import UnsplitCheck
 
 _NO_PIECE = (
-    "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
+    "under microbatching='auto' every accumulate and backward belongs to a batch that can be split: loop with `for piece in "
     "accelerator.microbatches(batch): with accelerator.accumulate(model): ...`, or use accelerator.forward_backward(batch, fn)"
 )
 
@@ -312,8 +312,8 @@ class PieceStep(TrainingStep):
         """
         if self.windows.is_in_splittable_batch:
             raise StateError(
-                f"{name} inside a piece of accelerator.microbatches (or of forward_backward): pieces are not split again; "
-                "smaller ones follow automatically if memory runs out. Call accelerator.backward on the piece"
+                f"{name} inside a micro-batch of accelerator.microbatches (or forward_backward): micro-batches are not split "
+                "further; smaller ones follow automatically if memory runs out. Call accelerator.backward on the micro-batch"
             )
 
     def _end_batch(self) -> None:

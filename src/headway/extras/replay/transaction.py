@@ -1,4 +1,4 @@
-"""Transaction of a batch, which can be undone and replayed in smaller pieces if memory runs out on any rank.
+"""Transaction of a batch, which can be undone and replayed in smaller micro-batches if memory runs out on any rank.
 
 A piece is a micro-batch of the batch. In a vote, all ranks gather a few numbers, such as whether each has succeeded.
 
@@ -243,7 +243,7 @@ class BatchTransaction:
         smaller_size = self.size.get_smaller_size(result.max_piece_rows)
         if has_thrashed and smaller_size:
             log.warning_once(
-                "the device's allocator keeps emptying its cache to find memory: the next pieces are smaller"
+                "the device's allocator keeps emptying its cache to find memory: the next micro-batches are smaller"
             )
             self.allocator.reset_statistics()
             self.size.shrink(smaller_size, result.max_piece_rows)
@@ -256,7 +256,7 @@ class BatchTransaction:
         if self.size.limit != old_limit:
             self.allocator.release_cache()
             self.allocator.reset_peak()
-            log.info("pieces of up to %s rows are tried", self.size.limit)
+            log.info("trying micro-batches of up to %s rows", self.size.limit)
 
     # ---------------------------------------------------------------- votes
 
@@ -357,12 +357,12 @@ class BatchTransaction:
         self.allocator.reset_statistics()
         if limit < 1:
             raise MemoryExhausted(
-                f"memory ran out on rank {rank_names} with pieces of one row: there is nothing smaller to try. "
+                f"memory ran out on rank {rank_names} with micro-batches of one row, which cannot be split further. "
                 "Checkpoint activations, use a lower precision, shard the model or shorten the rows"
             )
         self.size.shrink(limit, num_rows, is_measured=is_measured)
         log.warning(
-            "memory ran out on rank %s with pieces of %d rows: the batch is run again in pieces of at most %d",
+            "memory ran out on rank %s with micro-batches of %d rows: the batch is replayed in micro-batches of at most %d",
             rank_names,
             num_rows,
             limit,

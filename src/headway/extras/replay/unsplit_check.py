@@ -45,7 +45,7 @@ class UnsplitCheck:
             names = ", ".join(unsplit[:_MAX_NAMES])
             more = f" and {len(unsplit) - _MAX_NAMES} more" if len(unsplit) > _MAX_NAMES else ""
             log.warning_once(
-                f"the batch has {num_rows} rows, but contains {names}{more}. If memory runs out, each piece of the batch "
+                f"the batch has {num_rows} rows, but contains {names}{more}. If memory runs out, each micro-batch of it "
                 "contains such a tensor unchanged. If its entries belong to rows, give a function that slices the batch: "
                 "accelerator.microbatches(batch, split=lambda batch, start, stop: ...), also for forward_backward "
                 "(docs/microbatching.md)"

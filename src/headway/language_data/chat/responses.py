@@ -335,7 +335,7 @@ def _raise_changed(index: int, text: str, prefix: str, occasion: str) -> NoRetur
     place = _count_equal(text, prefix)
     raise DataError(
         f"the chat template changes earlier messages: {occasion} (message {index}), it writes "
-        f"{prefix[place : place + _EXCERPT]!r}, and in the whole conversation {text[place : place + _EXCERPT]!r}, so the model would "
+        f"{prefix[place : place + _EXCERPT]!r}, and in the full conversation {text[place : place + _EXCERPT]!r}, so the model would "
         "be trained on other text than it generates. Templates that remove earlier reasoning do this: pass train_on='last', or make "
         "one conversation for each response, which ends with it. If reasoning is off, pass the template's switch, such as "
         "chat_template_kwargs={'enable_thinking': False}"

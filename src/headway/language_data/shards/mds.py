@@ -54,7 +54,7 @@ def list_shards(index_url: str, policy: RetryPolicy, find_files: Callable[[str, 
     """
     files = find_files(index_url, policy)
     if not files:
-        raise DataError(f"{index_url} does not exist; an MDS dataset has an index.json beside its shards")
+        raise DataError(f"{index_url} does not exist; an MDS dataset has an index.json next to its shards")
     file = files[0]
     try:
         index = json.loads(bytes(open_ranges(file, policy).read_range(0, file.num_bytes)))

@@ -120,7 +120,7 @@ class TokenDataset(FingerprintedDataset[dict[str, torch.Tensor]]):
             raise ConfigError(f"labels={labels!r} needs sequence_length=, because documents have no labels")
         if sequence_length is not None and separator is not None:
             raise ConfigError(
-                f"sequence_length={sequence_length} cuts blocks regardless of documents, so eos_token_id= and bos_token_id= have no "
+                f"sequence_length={sequence_length} makes blocks regardless of documents, so eos_token_id= and bos_token_id= have no "
                 "effect; leave them out, or pack the documents with PackedDataset(TokenDataset(...), sequence_length)"
             )
         self.sequence_length = sequence_length
@@ -174,7 +174,7 @@ class TokenDataset(FingerprintedDataset[dict[str, torch.Tensor]]):
         if without_index and self._separator is None:
             raise ConfigError(
                 f"{without_index[0].path} has no index of its documents; give sequence_length= for blocks, or eos_token_id= (or "
-                "bos_token_id=), the token at which documents are cut"
+                "bos_token_id=), the token that separates documents"
             )
         if not without_index and self._separator is not None:
             raise ConfigError(
@@ -364,7 +364,8 @@ def _choose_separator(eos_token_id: int | None, bos_token_id: int | None) -> Sep
     """Return the token that separates documents; None if none was given. Raise `ConfigError` if both were given."""
     if eos_token_id is not None and bos_token_id is not None:
         raise ConfigError(
-            "eos_token_id= and bos_token_id= are both given, but documents are cut at one token; give the one that every document has"
+            "eos_token_id= and bos_token_id= are both given, but only one token can separate documents; give the one that "
+            "every document has"
         )
     if eos_token_id is not None:
         return Separator(eos_token_id, is_first=False)

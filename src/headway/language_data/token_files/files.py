@@ -229,7 +229,7 @@ def _describe_raw(path: str, num_bytes: int, dtype: str | None) -> TokenFile:
     """
     if dtype is None:
         missing = (
-            f", and there is no {os.path.basename(path).removesuffix('.bin')}.idx beside it"
+            f", and there is no {os.path.basename(path).removesuffix('.bin')}.idx next to it"
             if path.endswith(".bin")
             else ""
         )

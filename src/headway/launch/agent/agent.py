@@ -388,9 +388,7 @@ class Agent(LocalElasticAgent):
             if not isinstance(self.report, PreemptedRun):  # a preempted run is not restarted
                 env.apply_changes({env.RESTART_REASON: self.report.format_headline()})
             restart_number = self._order.max_restarts - self._remaining_restarts
-            _print_line(
-                f"headway: starting all processes again ({restart_number} of {self._order.max_restarts} restarts)"
-            )
+            _print_line(f"headway: restarting all processes ({restart_number} of {self._order.max_restarts} restarts)")
             self.report = None
         self._resume_advice = self.find_resume_advice()
         self._memory = MemoryWatch()

@@ -21,7 +21,7 @@ from headway.launch.watch import report
 from headway.launch.watch.hang_watch import DiagnosedHang
 
 _EXIT_REASONS = {
-    -signal.SIGKILL: "; nothing in the kernel's counters says that memory ran out, so a person, a scheduler or a container's limit "
+    -signal.SIGKILL: "; the kernel's counters show no out-of-memory kill, so a person, a scheduler or a container's limit "
     "sent it",
     -signal.SIGTERM: ", which was sent from outside of this run",
     -signal.SIGABRT: (
@@ -251,7 +251,9 @@ class HangReport:
         end = f"all {self.hang.verdict.world_size} ranks have been ended"
         if self.unkillable_pids:
             pids = ", ".join(map(str, self.unkillable_pids))
-            end = f"the kernel holds pid {pids} until its disk answers, also against SIGKILL; all other ranks have been ended"
+            end = (
+                f"pid {pids} cannot be killed, even by SIGKILL, until its disk answers; all other ranks have been ended"
+            )
         return "\n".join(["headway: " + report.format_report(self.hang.verdict), f"headway: {end}"])
 
     def write(self, path: Path) -> None:

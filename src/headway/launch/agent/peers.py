@@ -314,6 +314,6 @@ class PeerMachines:
 def _describe_silence(peer: PeerMachine, now: float) -> str:
     """Return a sentence about a machine that sends no heartbeats, with the ranks on it."""
     return (
-        f"{peer.format_name()} has sent no heartbeat for {now - peer.heard:.0f} s: the network connection is cut, or that machine is "
-        f"stopped or frozen{peer.describe_ranks()}"
+        f"{peer.format_name()} has sent no heartbeat for {now - peer.heard:.0f} s: the network connection is broken, or that "
+        f"machine is stopped or frozen{peer.describe_ranks()}"
     )

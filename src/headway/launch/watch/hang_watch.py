@@ -293,7 +293,7 @@ class HangWatch:
             if "debugger" in reason and (view.rank, reason) not in self._reported:
                 self._reported.add((view.rank, reason))
                 self._print_line(
-                    f"headway: rank {view.rank} keeps the others waiting at {report.locate_rank(view)}: {reason}. The run goes on "
+                    f"headway: rank {view.rank} keeps the others waiting at {report.locate_rank(view)}: {reason}. The run continues "
                     "when it does; --timeout 0 turns off the hang watch"
                 )
 

@@ -43,7 +43,7 @@ def describe_blocked_writers(views: Sequence[RankView]) -> str:
     has = "has" if len(views) == 1 else "have"
     return (
         f"{_describe_one_or_more(views)} {has} not written a byte of a checkpoint for {_format_span(first.writing_age)}, "
-        f"at {locate_rank(first)}{_describe_disk(first)}. The run goes on when it does"
+        f"at {locate_rank(first)}{_describe_disk(first)}. The run continues when it does"
     )
 
 

@@ -105,8 +105,8 @@ class WholeSequenceAttention(TorchFunctionMode):
         """
         if query.shape[-2] != key.shape[-2]:
             raise UnsupportedError(
-                f"context parallelism cuts queries and keys alike, but attention has {query.shape[-2]} queries and "
-                f"{key.shape[-2]} keys on this rank (cross attention, or a cache of keys); use fsdp or tp for this model"
+                f"context parallelism shards queries and keys alike, but attention has {query.shape[-2]} queries and "
+                f"{key.shape[-2]} keys on this rank (cross attention, or a KV cache); use fsdp or tp for this model"
             )
         query, key, value = _cast_to_autocast(query, key, value)
         if self._should_split_heads(query, key):

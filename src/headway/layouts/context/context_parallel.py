@@ -60,9 +60,9 @@ class CallPhase(Enum):
     """
 
     NONE = "no call of the prepared model"
-    FULL = "a call with whole sequences"
-    SPLIT = "a call whose sequences are cut"
-    BACKWARD = "backward, in which blocks may be computed again"
+    FULL = "a call with full sequences"
+    SPLIT = "a call with sharded sequences"
+    BACKWARD = "backward, in which blocks may be recomputed"
 
 
 class SplitRegion(Enum):
@@ -296,15 +296,15 @@ class ContextParallel(SplitModel):
         Raises:
             PrepareError: If the model does not compute equal results with sharded sequences.
             UnsupportedError: If this call cannot be split, for example because it uses a key-value cache while
-                gradients are enabled, or gets images, videos or audio beside its tokens.
+                gradients are enabled, or gets images, videos or audio in addition to tokens.
             DataError: If sequences must be padded, but the labels or the attention do not allow it.
             DryRunFinished: In `run_dry_run_only`, before the model would run.
         """
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             if torch.is_grad_enabled():
                 raise UnsupportedError(
-                    "context parallelism cuts sequences, and a cache of keys would contain only this rank's part; leave out "
-                    "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
+                    "context parallelism shards sequences, and a KV cache would contain only this rank's shard; leave out "
+                    "use_cache and past_key_values while training (generation under torch.no_grad() computes full sequences)"
                 )
             return self._run(CallPhase.FULL, args, kwargs)
         _refuse_features(kwargs)
@@ -326,7 +326,7 @@ class ContextParallel(SplitModel):
         if kind not in self._kinds_with_loss and _has_loss(call, out):
             raise PrepareError(
                 f"{get_class_name(self._model)} computes a loss from labels while training, but not in eval() mode, in which context "
-                "parallelism compares it with its whole; compute it in both, or outside of the model"
+                "parallelism compares its sharded and full outputs; compute the loss in both modes, or outside of the model"
             )
         return self._join_output(call, out, region, is_training=torch.is_grad_enabled())
 
@@ -350,7 +350,7 @@ class ContextParallel(SplitModel):
             out = self._model(*args, **kwargs)
         if phase is CallPhase.SPLIT and not self._length:
             raise PrepareError(
-                f"{get_class_name(self._model)} did not call its first block, where sequences are cut; use fsdp or tp"
+                f"{get_class_name(self._model)} did not call its first block, where sequences are sharded; use fsdp or tp"
             )
         return out
 
@@ -456,14 +456,14 @@ class ContextParallel(SplitModel):
                 if trial.region is not None and all(result == results[0] for result in results):
                     if trial.region is SplitRegion.BLOCKS:
                         log.info_once(
-                            "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, "
-                            "and each rank computes the head and the loss for all tokens",
+                            "context parallelism: the layers after the blocks of %s need full sequences, so the blocks' "
+                            "output is gathered, and each rank computes the head and the loss for all tokens",
                             get_class_name(self._model),
                         )
                     return trial.region
                 difference = trial.difference or "the results of this rank agree, but not those of another"
         raise PrepareError(
-            f"{get_class_name(self._model)} cannot be cut along its sequences (context parallelism): {difference}. {dry_run.ADVICE}"
+            f"{get_class_name(self._model)} cannot shard its sequences (context parallelism): {difference}. {dry_run.ADVICE}"
         )
 
     def _try_regions(
@@ -521,7 +521,7 @@ class ContextParallel(SplitModel):
                 return None
             raise UnsupportedError(
                 f"a part of {get_class_name(self._model)} was called by itself while training; under context parallelism call the "
-                "prepared model, which cuts the sequences that its blocks get"
+                "prepared model, which shards the input sequences of its blocks"
             )
         activations = self._find_activations(args, kwargs)
         is_first = block is self._blocks[0]
@@ -531,7 +531,7 @@ class ContextParallel(SplitModel):
         padded_length = shard.shape[1] * self._axis.size
         if self._phase is CallPhase.SPLIT and sequences.pad_length(self._length, self._axis) != padded_length:
             raise PrepareError(
-                f"between its blocks {get_class_name(self._model)} changes the length of its sequences, which are cut"
+                f"{get_class_name(self._model)} changes the length of its sequences between blocks, but the sequences are sharded"
             )
 
         def split_leaf(leaf: Any) -> Any:
@@ -638,8 +638,9 @@ class PartialOutput:
     def _raise_partial(self, *_: Any) -> Any:
         """Raise `UnsupportedError`, with advice on how to get the full output."""
         raise UnsupportedError(
-            f"this output of the model is cut along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To use "
-            "it while training, call the model without labels. Under torch.no_grad(), the output is whole even with labels"
+            f"this output of the model is sharded along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To "
+            "use it while training, call the model without labels. Under torch.no_grad(), the full output is returned even "
+            "with labels"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -669,7 +670,7 @@ def check_options(tensor: TensorParallelOptions, num_ranks: int) -> None:
     enabled = [name for name in ("sequence_parallel", "loss_parallel") if num_ranks > 1 and getattr(tensor, name)]
     if enabled:
         raise UnsupportedError(
-            f"context parallelism (cp={num_ranks}) cuts sequences itself, which does not work with TensorParallelOptions("
+            f"context parallelism (cp={num_ranks}) shards sequences itself, which does not work with TensorParallelOptions("
             f"{', '.join(f'{name}=True' for name in enabled)}); drop {' and '.join(enabled)}, or cp"
         )
 
@@ -709,9 +710,9 @@ def _has_loss(call: LabeledCall, out: Any) -> bool:
 
 
 def _refuse_features(kwargs: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedError` if a call gets images, videos or audio beside its tokens.
+    """Raise `UnsupportedError` if a call gets images, videos or audio in addition to tokens.
 
-    Their features replace placeholder tokens. The dry run cuts off most of these tokens but no features, and some models
+    Their features replace placeholder tokens. The dry run drops most of these tokens but no features, and some models
     add features in later blocks, too, whose input is split.
 
     Args:
@@ -720,8 +721,8 @@ def _refuse_features(kwargs: Mapping[str, Any]) -> None:
     features = [name for name in _FEATURE_NAMES if kwargs.get(name) is not None]
     if features and kwargs.get("input_ids") is not None:
         raise UnsupportedError(
-            f"context parallelism does not support {', '.join(features)} beside input_ids: features of images, videos or audio "
-            "replace tokens of the sequence, which is split between ranks. Use fsdp or tp"
+            f"context parallelism does not support {', '.join(features)} together with input_ids: features of images, videos "
+            "or audio replace tokens of the sequence, which is split between ranks. Use fsdp or tp"
         )
 
 
@@ -737,7 +738,7 @@ def _find_block_stack(model: torch.nn.Module, options: TorchContextParallelConfi
     if not all(id(block) in sibling_ids for block in blocks) or not blocks:
         class_names = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
         raise PrepareError(
-            f"context parallelism needs one stack of blocks, that processes the whole sequence; {get_class_name(model)} has these "
+            f"context parallelism needs one stack of blocks that processes the full sequence; {get_class_name(model)} has these "
             f"repeated blocks, which are not in one ModuleList: {class_names}. Models with an encoder and a decoder, or with a "
             "tower for images or audio, are not supported: use fsdp or tp. If only one kind of these blocks processes the "
             "sequence, name it in TorchContextParallelConfig(blocks=...)"

@@ -24,7 +24,7 @@ from headway.layouts.context._torch import is_fake
 from headway.layouts.context.split_labels import is_class
 
 ADVICE = (
-    "Needed are: positions that are added before the first block or given to each block (as rotary embeddings or position_ids), "
+    "It needs positions that are added before the first block or given to each block (such as rotary embeddings or position_ids), "
     "attention by torch.nn.functional.scaled_dot_product_attention, no other exchange between tokens, and a loss that is a mean or "
     "a sum over labels of the shape (rows, tokens), in an argument that TorchContextParallelConfig(labels=...) names; else use fsdp "
     "or tp"
@@ -146,7 +146,7 @@ def describe_difference(full_output: Any, split_output: Any, is_exact: bool, is_
     full_shapes = [tuple(tensor.shape) for tensor in full_tensors]
     split_shapes = [tuple(tensor.shape) for tensor in split_tensors]
     if full_shapes != split_shapes:
-        return f"its outputs have the shapes {split_shapes} when it is cut, and {full_shapes} when it is not"
+        return f"its outputs have the shapes {split_shapes} with sharded sequences, and {full_shapes} with full ones"
     for full_tensor, split_tensor in zip(full_tensors, split_tensors):
         if not full_tensor.is_floating_point() or not full_tensor.numel() or is_fake(full_tensor):
             continue
@@ -159,7 +159,7 @@ def describe_difference(full_output: Any, split_output: Any, is_exact: bool, is_
             tolerance = _LOSS_TOLERANCE
         if has_other_nans or difference > tolerance * max(largest, math.ulp(1.0)):
             name = "its loss" if not full.dim() else f"an output of the shape {tuple(full.shape)}"
-            return f"{name} differs by {difference:.2g} (the largest value is {largest:.2g}) from that of the whole sequence"
+            return f"{name} differs by {difference:.2g} (the largest value is {largest:.2g}) from that of the full sequence"
     return ""
 
 

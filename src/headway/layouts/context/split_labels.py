@@ -184,7 +184,7 @@ class SplitLabels:
             raise DataError(problem)
         if ranks:
             raise DataError(
-                f"the batch of ranks {', '.join(map(str, ranks))} has labels that cannot be padded; the error there says more"
+                f"the batch of ranks {', '.join(map(str, ranks))} has labels that cannot be padded; see the error on those ranks"
             )
 
     def _find_padding_problem(self, label: torch.Tensor) -> str:

@@ -19,8 +19,8 @@ _ELEMENTWISE = frozenset(
 """torch's optimizers that update each element independently."""
 _REFUSED = {
     "Adafactor": "it factors matrices",
-    "LBFGS": "it runs the loss again",
-    "Lamb": "it needs norms of whole tensors",
+    "LBFGS": "it recomputes the loss",
+    "Lamb": "it needs norms of full tensors",
     "Muon": "it orthogonalizes matrices",
     "SparseAdam": "its gradients are sparse",
 }

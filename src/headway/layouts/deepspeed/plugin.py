@@ -52,7 +52,7 @@ class DeepSpeedPlugin:
             stage 3. None: as in the JSON.
         offload_optimizer_nvme_path: Folder for optimizer state on NVMe. None: as in the JSON.
         offload_param_nvme_path: Folder for parameters on NVMe. None: as in the JSON.
-        zero3_init_flag: False or None; True is not supported. A model is built whole and partitioned in prepare().
+        zero3_init_flag: False or None; True is not supported. The full model is built, then partitioned in prepare().
         zero3_save_16bit_model: Whether DeepSpeed gathers 16-bit weights when it saves a model itself. Headway's
             checkpoints and `save_model` do not need it. None: as in the JSON.
         transformer_moe_cls_names: Class names, separated by commas, of blocks whose parameters ZeRO-3 gathers all at
@@ -91,7 +91,7 @@ class DeepSpeedPlugin:
             raise UnsupportedError("enable_msamp: MS-AMP is not supported; use mixed_precision='bf16'")
         if self.zero3_init_flag:
             raise UnsupportedError(
-                "zero3_init_flag=True: a model is built whole on each process and partitioned in prepare(). Leave the flag out. If "
+                "zero3_init_flag=True: the full model is built on each process and partitioned in prepare(). Leave the flag out. If "
                 "the model does not fit, use strategy='fsdp', which supports models on the meta device"
             )
         _check_offloads(self)

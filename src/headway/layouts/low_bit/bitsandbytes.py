@@ -38,7 +38,7 @@ def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def needs_whole_norms(optimizer: Any) -> bool:
-    """Whether a bitsandbytes optimizer uses the norms of whole parameters, so that it cannot update shards.
+    """Whether a bitsandbytes optimizer uses the norms of full parameters, so that it cannot update shards.
 
     LAMB, LARS, and any optimizer with a limit on the norm of its updates (`max_unorm`) use these norms.
     """
@@ -120,13 +120,13 @@ def import_entry(
         position: Position of the parameter in the optimizer.
 
     Raises:
-        CheckpointError: If the state contains quantization codes of the whole parameter, but the parameter is sharded.
+        CheckpointError: If the state contains quantization codes of the full parameter, but the parameter is sharded.
     """
     shard = get_local_shard(parameter).detach()
     if _NESTED_KEY in entry:  # codes and scales, as earlier versions of Headway saved them
         if is_dtensor(parameter):
             raise CheckpointError(
-                f"the saved state of {type(optimizer).__name__} has the codes of whole parameters, and this layout has shards. "
+                f"the saved state of {type(optimizer).__name__} has the codes of full parameters, and this layout has shards. "
                 "Load it with strategy='ddp', and save it again: then any layout can load it"
             )
         return {

@@ -77,7 +77,7 @@ def quantize_states(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         CheckpointError: If another package's optimizer has saved the state, or if the state has bitsandbytes' codes of
-            whole parameters and the parameters are sharded.
+            full parameters and the parameters are sharded.
     """
     if not keeps_low_bit_state(optimizer):
         return

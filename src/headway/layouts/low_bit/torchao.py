@@ -85,7 +85,7 @@ def import_entry(optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any])
 
 
 def is_cut_between_blocks(optimizer: Any, parameter: torch.Tensor) -> bool:
-    """Whether torchao would quantize the state of the whole parameter but not that of this rank's shard.
+    """Whether torchao would quantize the state of the full parameter but not that of this rank's shard.
 
     This happens if the size of the shard is not a multiple of torchao's block size. Shards that are too small to be
     quantized at all do not count.

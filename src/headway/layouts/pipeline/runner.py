@@ -155,7 +155,7 @@ class PipelineRunner:
         self.last_rank = self.rank_of_stage[-1]
         # Description of each stage's output, by everything that determines the shapes of the outputs.
         self._activations: CallCache[list[StageActivation]] = CallCache(
-            "a micro-batch of each new kind goes through the stages by itself, which is slow"
+            "a micro-batch of each new kind runs through the stages by itself, which is slow"
         )
         stages_of_tensor = router.stages.map_stages(model)
         self._stage_parameters = {
@@ -463,7 +463,7 @@ def _return_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _describe_error(error: Exception) -> tuple[str, str]:
     """Return the class name and message of an error, from which other ranks rebuild it."""
     if is_out_of_memory(error):  # on other ranks, the allocator's message would seem to be about their own memory
-        return PeerOutOfMemory.__name__, "another rank of the pipeline ran out of memory, and its own error says where"
+        return PeerOutOfMemory.__name__, "another rank of the pipeline ran out of memory; see the error of that rank"
     return type(error).__name__, str(error)
 
 

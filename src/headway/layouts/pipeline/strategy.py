@@ -132,7 +132,7 @@ class PipelineStrategy(Strategy):
             return
         if is_routed(model):
             raise PrepareError(
-                f"{type(model).__name__} was cut into stages by a run that has ended, and this process has some of them; build it "
+                f"{type(model).__name__} was split into stages by a run that has ended, and this process has some of them; build it "
                 "again, and load its values from a checkpoint"
             )
         check_initializers(model, self._expected_names)
@@ -244,7 +244,7 @@ class PipelineStrategy(Strategy):
         super().setup_model(model, transforms)
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
-                "a compiled model cannot be cut into stages; use TorchDynamoPlugin(use_regional_compilation=True)"
+                "a compiled model cannot be split into stages; use TorchDynamoPlugin(use_regional_compilation=True)"
             )
         splits_backward = self._options.schedule in _SPLIT_SCHEDULES
         if splits_backward and any(getattr(block, "_compiled_call_impl", None) is not None for block in stages.blocks):

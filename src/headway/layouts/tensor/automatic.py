@@ -99,7 +99,7 @@ def complete_plan(
     keep = plans.generalize_names(dict.fromkeys(kept_counts, ""), attributes)
     rest = ", ".join(plans.generalize_names(dict.fromkeys(unsplit_linears, ""), names))
     log.info_once(
-        "%s has no tensor-parallel plan of its own; the one derived from its structure splits (tp=%d) %s. The rest stays whole%s",
+        "%s defines no tensor-parallel plan; the plan derived from its structure shards (tp=%d) %s. The rest stays replicated%s",
         type(model).__name__, size, ", ".join(plan), f", including {rest}" if rest else "",
     )  # fmt: skip
     return replace(options, plan=plan, divide=(*options.divide, *divide), keep=(*options.keep, *keep))

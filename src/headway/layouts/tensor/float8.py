@@ -1,8 +1,8 @@
-"""Float8 linear layers of torchao whose matrices are split across ranks, with scales of whole tensors.
+"""Float8 linear layers of torchao whose matrices are split across ranks, with scales of full tensors.
 
 A scale is the largest value of float8 divided by the largest absolute value of a tensor, or of one of its rows. If the
 ranks have parts of that tensor or row, the largest absolute value is all-reduced before the scale is computed. All
-ranks then round their parts as one process would round the whole. The difference that remains is that of tensor
+ranks then round their parts as one process would round the full matrix. The difference that remains is that of tensor
 parallelism in bfloat16: ranks add rounded terms of a matrix product.
 
 The computation is that of torchao's `Float8Linear`, which has no hook for such a reduction. This module imports torchao,
@@ -76,7 +76,7 @@ class SplitFloat8Linear(Float8Linear):
 
 
 def split_layer(layer: torch.nn.Module, split: LayerSplit) -> None:
-    """Change a converted layer in place, so that it computes scales for the whole of tensors that are split.
+    """Change a converted layer in place, so that it computes scales over the full tensors whose shards it has.
 
     Args:
         layer: torchao's `Float8Linear`.
@@ -181,11 +181,11 @@ class _Rounding:
         is disabled, is returned unchanged with None.
 
         Args:
-            tensor: This rank's part of a matrix, or the whole matrix.
+            tensor: This rank's part of a matrix, or the full matrix.
             cast: torchao's configuration of the conversion.
             role: Role of the matrix in the layer's matrix products.
             dim: Dimension along which values share a scale, if each row has its own scale.
-            split: Dimension along which ranks have parts of the matrix, or None if all have the whole matrix.
+            split: Dimension along which ranks have parts of the matrix, or None if all have the full matrix.
             largest: Largest absolute value that an earlier conversion of the matrix returned. None: it is computed.
         """
         if tensor_already_casted_to_fp8(tensor) or cast.scaling_type is ScalingType.DISABLED:
@@ -204,9 +204,9 @@ class _Rounding:
         """Return the largest absolute value of a matrix, or of each of its rows.
 
         Args:
-            tensor: This rank's part of a matrix, or the whole matrix.
+            tensor: This rank's part of a matrix, or the full matrix.
             cast: torchao's configuration of the conversion to float8.
-            row_dim: Dimension over which a row extends. None: return one value for the whole matrix.
+            row_dim: Dimension over which a row extends. None: return one value for the full matrix.
             is_split: Whether ranks have parts of the matrix, or of each row, so that the values must be reduced.
         """
         largest: torch.Tensor = tensor_to_amax(

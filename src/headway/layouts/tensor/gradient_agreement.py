@@ -63,10 +63,10 @@ def compare_gradients(model: torch.nn.Module, axis: SplitAxis, everyone: Collect
         count, names = counts[ranks[0]], names_by_rank[ranks[0]]
         more = " and others" if count > len(names) else ""
         raise PrepareError(
-            f"the gradients of {count} parameters that the tensor-parallel plan leaves whole differ between ranks "
+            f"the gradients of {count} parameters that the tensor-parallel plan leaves replicated differ between ranks "
             f"{', '.join(map(str, ranks))}: {', '.join(names)}{more}. They act on activations that are split. Give their "
-            'modules the style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something '
-            "before them draws different random numbers on each rank, or the ranks of a group read different batches"
+            'modules the style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are equal on all ranks, '
+            "something before them draws different random numbers on each rank, or the ranks of a group read different batches"
         )
     # Of all ranks, because one pipeline stage can be frozen entirely.
     return any(has_any for _, has_any in numbers_by_rank)

@@ -156,7 +156,7 @@ def _make_tied_module(
             style = styles.EmbeddingRowwise() if dim == 0 else styles.EmbeddingColwise()
         elif isinstance(getattr(module, "out_features", None), int):  # a linear layer
             style = styles.Colwise(gathers_output=True) if dim == 0 else styles.Rowwise(shards_input=True)
-    reason = "the plan keeps it whole" if style is None else style.describe_misfit(module, axis.size)
+    reason = "the plan keeps it replicated" if style is None else style.describe_misfit(module, axis.size)
     if style is None or reason is not None:
         raise PrepareError(
             f"{name!r} shares its {key} with a module that is split, but cannot be split in the same way: {reason}; give both a "

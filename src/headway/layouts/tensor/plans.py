@@ -32,7 +32,7 @@ _VARIANTS = ("lora_magnitude_vector", "lora_variant", "lora_embedding_A")
 
 _ADAPTER_ADVICE = (
     "Use LoRA or rsLoRA, or one of the layouts fsdp, ddp, ep and pp, which do not split adapters. Or leave the layer out of the "
-    "plan (TensorParallelOptions(plan={...})): it stays whole"
+    "plan (TensorParallelOptions(plan={...})): it stays replicated"
 )
 _PROMPTS = ("prompt_encoder.", "word_embeddings.")
 """Prefixes of the names of parameters that PEFT's prompt tuning adds: the prompts, and an alias of the embeddings."""
@@ -385,13 +385,13 @@ def _make_split_module(
         raise PrepareError(
             f"tensor parallelism cannot split {name!r} ({type(module).__name__}), because its weight is quantized. For a quantized "
             "base, use one of the layouts fsdp, ddp and pp. Or leave the layer out of the plan (TensorParallelOptions(plan={...})): "
-            "it stays whole"
+            "it stays replicated"
         )
     split_module = SplitModule(module, name, axis, styles.make_style(style, module))
     if (reason := split_module.style.describe_misfit(module, axis.size)) is not None:
         raise PrepareError(
             f"the tensor-parallel style {style!r} does not fit {name!r} ({type(module).__name__}): {reason}. Choose another style, "
-            "or leave the module out of the plan, so that it stays whole"
+            "or leave the module out of the plan, so that it stays replicated"
         )
     if style == "mla_kv_a_proj":
         split_module.config_values["qk_rope_head_dim"] = _find_integer(model, name, "qk_rope_head_dim")

@@ -145,8 +145,8 @@ def _arrange_child(name: str, child: torch.nn.Module, model_split: ModelSplit, s
         return
     if replicated is not None:
         raise PrepareError(
-            f"sequence_parallel=True: {replicated.name!r} ({replicated.class_name}) stays whole among split matrices of {name!r}, "
-            "where its gradient would be counted once for each rank; split it, or leave the option out"
+            f"sequence_parallel=True: {replicated.name!r} ({replicated.class_name}) stays replicated among sharded matrices "
+            f"of {name!r}, where its gradient would be counted once for each rank; split it, or leave the option out"
         )
     sequences.gathered.append(name)
     for split_module in matrices.values():

@@ -287,7 +287,8 @@ def _check_outside_of_attention(model: torch.nn.Module, model_split: ModelSplit)
             if isinstance(model.get_submodule(ancestor), torch.nn.MultiheadAttention):
                 raise PrepareError(
                     f"{name!r} is part of a torch.nn.MultiheadAttention, which uses the weights of its submodules but does not call "
-                    "them, so it cannot be split; leave it out of the plan (it stays whole), or write attention with linear layers"
+                    "them, so it cannot be split; leave it out of the plan (it stays replicated), or write attention with "
+                    "linear layers"
                 )
 
 

@@ -1,1 +1,1 @@
-"""Support for optimizers that need whole parameters on sharded models: one rank updates each parameter."""
+"""Support for optimizers that need full parameters on sharded models: one rank updates each parameter."""

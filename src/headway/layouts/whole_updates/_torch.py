@@ -1,4 +1,4 @@
-"""Private names of torch that updates of whole parameters use, each with the reason and a possible replacement."""
+"""Private names of torch that updates of full parameters use, each with the reason and a possible replacement."""
 
 LAZY_NAMES = (
     # This rank's shard of a DTensor, without autograd. `to_local()` adds a node to the graph.

@@ -16,9 +16,9 @@ class UpdateKind(Enum):
     LOCAL = "on local shards"
     """The optimizer works element by element and receives this rank's shards as plain tensors."""
     OWNED = "by owners"
-    """The optimizer receives whole parameters (full tensors). Each is updated on one rank, its owner."""
+    """The optimizer receives full (unsharded) parameters. Each is updated on one rank, its owner."""
     TOGETHER = "by one rank"
-    """The optimizer receives all whole parameters on one rank, because their updates depend on each other."""
+    """The optimizer receives all full parameters on one rank, because their updates depend on each other."""
 
 
 class TrialRefused(Exception):
@@ -51,16 +51,16 @@ def find_known_kind(optimizer: torch.optim.Optimizer) -> UpdateKind | None:
     """Return the kind of updates that an optimizer of a known class makes, or None if a trial is necessary.
 
     Low-bit optimizers count as known. They work element by element, except that the values of a block share a scale. A
-    trial that cuts parameters changes the blocks, so it would find small differences.
+    trial that splits parameters changes the blocks, so it would find small differences.
 
     Raises:
-        TrialRefused: If the optimizer keeps low-bit states and needs norms of whole parameters.
+        TrialRefused: If the optimizer keeps low-bit states and needs norms of full parameters.
     """
     optimizer_class = type(optimizer)
     package = optimizer_class.__module__.partition(".")[0]
     if keeps_low_bit_state(optimizer):
         if bitsandbytes.needs_whole_norms(optimizer):
-            raise TrialRefused("it computes norms of whole parameters, and each rank has shards")
+            raise TrialRefused("it computes norms of full parameters, and each rank has shards")
         return UpdateKind.LOCAL
     if any(each.__module__.partition(".")[0] in _SELF_MANAGED_PACKAGES for each in optimizer_class.__mro__):
         return UpdateKind.DIRECT

@@ -1,7 +1,7 @@
 """Find out by trial updates of a copy how an optimizer of an unknown class can update sharded parameters.
 
 The trial makes a few updates of small parameters with copies of the optimizer, in three ways: all parameters in one
-call, each parameter in a separate call, and each parameter cut into up to four tensors. If cutting does not change the
+call, each parameter in a separate call, and each parameter split into up to four tensors. If splitting does not change the
 result, the optimizer works element by element. If separate calls do not change it, each parameter can be updated on
 another rank. Otherwise the update of one parameter depends on others, and one rank has to update all of them.
 """
@@ -122,7 +122,7 @@ class _Trial:
     Args:
         optimizer: Optimizer to copy.
         shapes: Shapes of the small parameters in each group.
-        is_cut: Whether each parameter is cut into up to four parts. The copy then gets the parts as its parameters.
+        is_cut: Whether each parameter is split into up to four parts. The copy then gets the parts as its parameters.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class _Trial:
         self.parameters = [p for group_parameters in groups for p in group_parameters]
 
     def _split_value(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return a list of the parts into which the trial cuts a tensor: halves along each of the first two dimensions.
+        """Return a list of the parts into which the trial splits a tensor: halves along each of the first two dimensions.
 
-        If the trial does not cut parameters, the list contains only the tensor.
+        If the trial does not split parameters, the list contains only the tensor.
         """
         if not self._is_cut:
             return [value]
@@ -210,7 +210,7 @@ class _Trial:
         ]
 
     def _join_parts(self, value: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return the parts into which the trial cuts a tensor as one new tensor.
+        """Return the parts into which the trial splits a tensor as one new tensor.
 
         Args:
             value: Tensor with the shape of the result.

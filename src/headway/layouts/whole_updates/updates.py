@@ -1,4 +1,4 @@
-"""Updates of sharded parameters by optimizers that read whole parameters.
+"""Updates of sharded parameters by optimizers that read full parameters.
 
 Each parameter has an owner: the rank that updates it and keeps its optimizer state. In an update, gradients and
 parameters are gathered to their owners, bucket by bucket. The owner calls the user's own optimizer, in which full
@@ -44,7 +44,7 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _CLOSURE_MESSAGE = (
-    "{name} reads whole parameters, which are sharded, and a closure would run the model while they are replaced. Call step() "
+    "{name} reads full parameters, which are sharded, and a closure would run the model while they are replaced. Call step() "
     "without a closure, or train with strategy='ddp'"
 )
 
@@ -112,7 +112,7 @@ def choose_kind(optimizer: torch.optim.Optimizer, is_forced: bool = False) -> Up
 
     Args:
         optimizer: The user's optimizer.
-        is_forced: Whether optimizers that work element by element receive whole parameters, too. Default: False.
+        is_forced: Whether optimizers that work element by element receive full parameters, too. Default: False.
 
     Raises:
         TrialRefused: If the optimizer cannot update sharded parameters.
@@ -145,7 +145,7 @@ class WholeUpdates(FullParameterUpdates):
 
     Args:
         everyone: Collectives over all ranks that have shards.
-        is_forced: Whether optimizers that work element by element receive whole parameters, too. Default: False.
+        is_forced: Whether optimizers that work element by element receive full parameters, too. Default: False.
     """
 
     def __init__(self, everyone: Collectives, is_forced: bool = False) -> None:
@@ -165,7 +165,7 @@ class WholeUpdates(FullParameterUpdates):
 
         Raises:
             UnsupportedError: If the optimizer keeps its parameters, or their IDs, outside of its groups and state, or if
-                updates of a copy change nothing. Also if it keeps low-bit states and needs norms of whole parameters.
+                updates of a copy change nothing. Also if it keeps low-bit states and needs norms of full parameters.
         """
         if optimizer in self._records:
             return True
@@ -213,7 +213,7 @@ class WholeUpdates(FullParameterUpdates):
             closure: Closure that the script passes to the step, or None.
 
         Raises:
-            UnsupportedError: If there is a closure, and the optimizer reads whole parameters and might call the closure
+            UnsupportedError: If there is a closure, and the optimizer reads full parameters and might call the closure
                 later than at the start of its step.
         """
         record = self._records.get(optimizer)

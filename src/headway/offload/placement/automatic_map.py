@@ -106,7 +106,7 @@ def _infer_map(tree: ModuleTree, budgets: dict[Device, int], clean_result: bool,
     if solution is None and compute != ["cpu"]:
         name, size = tree.find_largest()
         logger.warning(
-            f"no accelerator in {_format_budgets(budgets)} has room to run the largest offloaded layer ({name} is "
+            f"no accelerator in {_format_budgets(budgets)} has enough memory to run the largest offloaded layer ({name} is "
             f"{format_bytes(size)}); the model is placed on the CPU"
         )
         compute, stores = (["cpu"] if budgets.get("cpu") else []), ["disk"]

@@ -218,8 +218,8 @@ def _measure_budgets(hardware: Hardware) -> dict[Device, int]:
         return {hardware.kind: measure_available_memory()}
     if hardware.find_memory_function("mem_get_info") is None and hardware.kind != "cpu":
         logger.warning_once(
-            f"{hardware.kind} devices do not report how much memory is free, so no part of a model is placed on them; say what each "
-            f"may take, such as max_memory={{0: '8GiB', 'cpu': '16GiB'}}"
+            f"{hardware.kind} devices do not report how much memory is free, so no part of a model is placed on them; set a "
+            f"limit for each, such as max_memory={{0: '8GiB', 'cpu': '16GiB'}}"
         )
         return {"cpu": measure_available_memory()}
     shares_main_memory = False

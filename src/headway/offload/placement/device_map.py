@@ -54,7 +54,7 @@ class DeviceMap(dict[str, Device]):
         For a map without this information, return its entries as lines of text.
         """
         if self.plan is None:
-            return "\n".join(f"{name or 'the whole model'}: {device}" for name, device in self.items())
+            return "\n".join(f"{name or 'the full model'}: {device}" for name, device in self.items())
         return self.plan.table()
 
 

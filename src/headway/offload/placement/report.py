@@ -144,5 +144,5 @@ def _format_cells(row: DeviceUse) -> dict[str, str]:
 
 def _format_span(units: list[str]) -> str:
     """Return the names of the first and the last unit."""
-    first, last = units[0] or "the whole model", units[-1]
+    first, last = units[0] or "the full model", units[-1]
     return first if len(units) == 1 else f"{first} ... {last}"

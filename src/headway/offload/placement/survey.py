@@ -61,7 +61,7 @@ class ModuleTree:
         If the part consists of several modules or tensors that are tied, the name lists all of them.
         """
         largest = max(range(len(self.parts)), key=lambda index: self.parts[index].size)
-        names = [self.unit_names[unit] or "the whole model" for unit in self.part_units[largest]]
+        names = [self.unit_names[unit] or "the full model" for unit in self.part_units[largest]]
         return " + ".join(names), self.parts[largest].size
 
 

@@ -145,7 +145,7 @@ def _run_on_meta(
         raise DeviceMapError(
             f"the workload could not be measured: {type(model).__name__} does not run on the meta device with "
             f"{', '.join(arguments)} ({error}). Give inputs={{argument: tensor}} with the shapes to be run, or place the "
-            "model without a workload and leave room in max_memory"
+            "model without a workload and leave free memory in max_memory"
         ) from error
     return demands, sum(output_sizes.values())
 

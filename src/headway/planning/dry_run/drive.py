@@ -184,7 +184,7 @@ class PipelineDriver(StepDriver):
         if not self._calls_model and step is not None and not isinstance(step, BatchStep):
             raise UnsupportedError(
                 f"PipelineOptions(schedule={schedule!r}) runs forward and backward of micro-batches in turn, so a plan needs a step "
-                "whose batch can be cut: an object with inputs(), loss(model, inputs) and __call__(model). Or use schedule='gpipe'"
+                "whose batch can be split: an object with inputs(), loss(model, inputs) and __call__(model). Or use schedule='gpipe'"
             )
 
     def warm_up(self, forward: MeasuredForward) -> None:

@@ -41,8 +41,8 @@ def refuse_parameter_offload(options: EngineOptions) -> None:
     """Raise UnsupportedError if the options offload parameters to host memory."""
     if options.sharding is not None and options.sharding.cpu_offload:
         raise UnsupportedError(
-            "ShardingOptions(cpu_offload=True) cannot be forecast or planned: a trace does not tell host memory from the device's; "
-            "leave it out"
+            "ShardingOptions(cpu_offload=True) cannot be forecast or planned: a trace does not distinguish host memory from "
+            "device memory; leave it out"
         )
 
 

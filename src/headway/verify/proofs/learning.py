@@ -110,7 +110,7 @@ def _check_missing_gradients(baseline: RunRecord) -> Verdict | None:
     call = _find_cut(baseline, missing[0])
     return _PROOF.report_failure(
         f"{join_names(missing, 3)} got no gradient in {len(updates)} updates",
-        details=(f"its result is cut off by {call}",) if call else (),
+        details=(f"its result is detached by {call}",) if call else (),
         advice="the loss does not depend on it: use it in the forward, or freeze it (requires_grad=False); look for detach(), "
         ".data, no_grad(), argmax, and checkpointing with use_reentrant=True",
     )
@@ -149,7 +149,7 @@ def _check_zero_gradients(facts: RunFacts, updates: list[UpdateRecord]) -> Verdi
     if not zero:
         return None
     advice = (
-        "the loss does not depend on its value: look for a unit that is cut off, a mask of zeros, or two factors that both "
+        "the loss does not depend on its value: look for a unit that is detached, a mask of zeros, or two factors that both "
         "start at zero"
     )
     if any("expert" in name for name in zero):

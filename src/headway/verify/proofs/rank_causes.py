@@ -135,7 +135,7 @@ def _find_cause_of_layout(reference: RunRecord, other: RunRecord, run_difference
     return Cause(
         f"only this layout differs: code of the script reads or changes one rank's shard{suspects}",
         "look for to_local(), .data and norms of parameters or gradients in the loop: use accelerator.clip_grad_norm_(), and "
-        "full_tensor() for values of whole tensors",
+        "full_tensor() for values of full tensors",
         "fsdp.md",
     )
 

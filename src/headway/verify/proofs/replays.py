@@ -27,15 +27,17 @@ def check_out_of_memory(runs: RunSet) -> Verdict:
             advice="loop over accelerator.microbatches(batch), with forward and backward inside",
         )
     if baseline.rank0_facts.batch_norms:
-        return _PROOF.report_unchecked("BatchNorm normalizes over the rows of a piece, so that pieces differ by design")
+        return _PROOF.report_unchecked(
+            "BatchNorm normalizes over the rows of a micro-batch, so that micro-batches differ by design"
+        )
     comparison = find_first_difference(baseline, replayed, runs.reordered)
     run_difference = comparison.first_difference
     if run_difference is None:
         return _PROOF.report_pass(
-            f"a batch failed and was run again in pieces; {comparison.num_updates} updates agree up to {comparison.largest:.0e}"
+            f"a batch failed and was replayed in micro-batches; {comparison.num_updates} updates agree up to {comparison.largest:.0e}"
         )
     if baseline.draws_random_numbers:
-        return _PROOF.report_unchecked("pieces draw other random numbers than the whole batch, by design")
+        return _PROOF.report_unchecked("micro-batches draw other random numbers than the full batch, by design")
     difference = run_difference.difference
     details = (
         f"update {difference.update}: gradients differ by {difference.gradient:.2g} of their size",
@@ -43,13 +45,13 @@ def check_out_of_memory(runs: RunSet) -> Verdict:
     )
     cause = _find_cause(baseline, replayed, difference.update)
     if cause is not None:
-        reason = f"the batch that ran in pieces gave another update: {cause.reason}"
+        reason = f"the batch that ran in micro-batches gave another update: {cause.reason}"
         return _PROOF.report_failure(reason, details=details, advice=cause.advice, page=cause.page)
     return _PROOF.report_failure(
-        "the batch that ran in pieces gave another update",
+        "the batch that ran in micro-batches gave another update",
         details=details,
-        advice="the loss must be a mean over the rows of a piece, or get weight= (a number of tokens); keep state out of the loop "
-        "over pieces",
+        advice="the loss must be a mean over the rows of a micro-batch, or get weight= (a number of tokens); keep state out of the "
+        "loop over micro-batches",
     )
 
 

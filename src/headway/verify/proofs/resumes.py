@@ -73,7 +73,7 @@ def _explain_missing_load(resumed: RunRecord) -> Verdict:
             f"the restarted script fails: {describe_failure(resumed)}", advice="start it twice in one folder"
         )
     return _PROOF.report_unchecked(
-        "the script, started again, loads no checkpoint; if it needs arguments for that, give them with --resume_args",
+        "the restarted script loads no checkpoint; if it needs arguments for that, give them with --resume_args",
         advice='set ProjectConfiguration(folder, automatic_checkpoint_naming=True) and call accelerator.resume("latest")',
         page=_PROOF.page,
     )
@@ -289,7 +289,7 @@ def _explain_loader(
     if _get_last_epoch(baseline.rank0_updates[update]) > epoch:
         num_updates = sum(_get_last_epoch(each) == epoch for each in baseline.rank0_updates.values() if each.batches)
         return Cause(
-            f"it goes on with a pass{of_loader} that the run without the kill ends after {num_updates} updates",
+            f"it continues with a pass{of_loader} that the run without the kill ends after {num_updates} updates",
             advice="end the pass by a count that survives a resume: limit the loader itself, or count with accelerator.num_updates",
             page=page,
         )

@@ -46,7 +46,7 @@ def test_contradicting_settings_are_refused():
     for wrong, told in {"tp_size": "tp_size=0", "dp_shard_size": "dp_shard_size=0"}.items():
         with pytest.raises(ConfigError, match=told):
             ParallelismConfig(**{wrong: 0})
-    with pytest.raises(ConfigError, match="cp_size=2 and sp_size=2 both cut sequences"):
+    with pytest.raises(ConfigError, match="cp_size=2 and sp_size=2 both shard sequences"):
         ParallelismConfig(cp_size=2, sp_size=2)
     with pytest.raises(ConfigError, match="cp_backend='ring'; allowed: 'torch'"):
         ParallelismConfig(cp_backend="ring")

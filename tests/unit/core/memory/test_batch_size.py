@@ -197,7 +197,7 @@ def test_generators_and_coroutines_are_refused():
         ({"tolerance": 0.1}, "only for search='largest' and 'predicted'"),
         ({"starting_batch_size": 8, "max_batch_size": 4}, "below starting_batch_size=8"),
         ({"starting_batch_size": 8, "max_batch_size": 16}, "max_batch_size is only for search='largest'"),
-        ({"keep_global_batch": True}, "add it, and hand it"),
+        ({"keep_global_batch": True}, "add it, and pass it"),
     ],
 )
 def test_invalid_settings_are_refused(settings, said):

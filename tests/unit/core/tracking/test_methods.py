@@ -252,8 +252,8 @@ def test_failing_tracker_is_named_once_and_dropped_after_three_failures(caplog):
             accelerator.log({"loss": 1.0}, step=step)
     messages = [record.message.partition(" (")[0] for record in caplog.records]
     assert messages == [
-        "the tracker own failed: ValueError: the server is gone in log(); training goes on",
-        "the tracker own is used no more: ValueError: the server is gone in log(); training goes on",
+        "the tracker own failed: ValueError: the server is gone in log(); training continues",
+        "the tracker own is used no more: ValueError: the server is gone in log(); training continues",
     ]
     assert len(good.list_calls("log")) == 6
     assert accelerator.trackers == [good]

@@ -180,7 +180,10 @@ def test_invalid_indexes_are_refused(tmp_path):
     (tmp_path / "away").rename(tmp_path / "model-1.safetensors")
     content = json.loads(index.read_text())
     for changed, words in (
-        ({"weight_map": {**content["weight_map"], "b": "model-0.safetensors"}}, r"not where it says: b \(in model-0"),
+        (
+            {"weight_map": {**content["weight_map"], "b": "model-0.safetensors"}},
+            r"not in the shard that it names: b \(in model-0",
+        ),
         ({"weight_map": {"b": "../model-0.safetensors"}}, "outside"),
         ({"weight_map": {"b": 1}}, "no file names"),
         ({}, "no index"),

@@ -69,8 +69,8 @@ def test_pieces_grow_as_far_as_memory_allows_without_another_error(simulate, cap
     assert allocator.num_ooms == 1  # the use of 10, 11 and 21 rows shows that 42 rows do not fit
     with caplog.at_level("INFO"):
         run_batches(simulate(40), 108, 4 * FIRST_PATIENCE, lambda rows: [rows])
-    assert "pieces of up to 36 rows are tried" in caplog.text
-    assert caplog.text.count("are tried") == 1, "40 rows are predicted, but the batch would still need 3 pieces"
+    assert "trying micro-batches of up to 36 rows" in caplog.text
+    assert caplog.text.count("trying micro-batches of up to") == 1, "40 rows are predicted, but the batch would still need 3 pieces"
 
 
 def test_peak_of_an_evaluation_does_not_keep_pieces_small_forever(simulate, caplog) -> None:
@@ -90,7 +90,7 @@ def test_peak_of_an_evaluation_does_not_keep_pieces_small_forever(simulate, capl
         num_pieces = 0
         allocator.empty_cache()
         run_batches(allocator, 32, 2 * FIRST_PATIENCE + 8, uses)
-    assert "pieces of up to 32 rows are tried" in caplog.text
+    assert "trying micro-batches of up to 32 rows" in caplog.text
 
 
 def test_thrashing_allocator_makes_pieces_smaller(simulate, caplog) -> None:

@@ -452,14 +452,14 @@ def test_misspelled_settings_are_named() -> None:
     def compute_loss(piece: torch.Tensor) -> torch.Tensor:
         return model(piece).mean()
 
-    with pytest.raises(LossError, match=r"forward_backward got weight=3; give a function from a piece"):
+    with pytest.raises(LossError, match=r"forward_backward got weight=3; give a function from a micro-batch"):
         accelerator.forward_backward(batch, compute_loss, weight=3)  # type: ignore[arg-type]
     with pytest.raises(LossError, match=r"got fn=Tensor, which cannot be called; give the batch first"):
         accelerator.forward_backward(compute_loss, batch)  # type: ignore[arg-type]
     for piece in accelerator.microbatches(batch):
-        with pytest.raises(StateError, match="microbatches inside a piece"):
+        with pytest.raises(StateError, match="microbatches inside a micro-batch"):
             next(iter(accelerator.microbatches(piece)))
-        with pytest.raises(StateError, match="forward_backward inside a piece"):
+        with pytest.raises(StateError, match="forward_backward inside a micro-batch"):
             accelerator.forward_backward(piece, compute_loss)
         with accelerator.accumulate(model):  # the piece still works
             accelerator.backward(compute_loss(piece))

@@ -98,7 +98,7 @@ def test_differences_are_described() -> None:
     assert dry_run.describe_difference(whole, far, is_exact=False) == ""
     assert "its loss differs by 0.01 (the largest value is 2)" in dry_run.describe_difference(whole, far, is_exact=True)
     assert "shape (1, 3) differs" in dry_run.describe_difference(whole, {**whole, "logits": torch.ones(1, 3)}, True)
-    assert "shapes [(1, 2)] when it is cut, and [(1, 3)]" in dry_run.describe_difference(
+    assert "shapes [(1, 2)] with sharded sequences, and [(1, 3)]" in dry_run.describe_difference(
         torch.ones(1, 3), torch.ones(1, 2), True
     )
 

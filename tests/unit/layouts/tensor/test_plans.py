@@ -81,7 +81,7 @@ WRONG = {
     ),
     "a whole matrix among cut ones": (
         GPT, {"blocks.*.attention.q": "colwise", "blocks.*.attention.out": "rowwise"}, {"sequence_parallel": True},
-        PrepareError, "'blocks.0.attention.k' .Linear. stays whole",
+        PrepareError, "'blocks.0.attention.k' .Linear. stays replicated",
     ),
     "few rows": (lambda: nn.Sequential(nn.Linear(4, 1)), {"0": "colwise"}, {}, PrepareError, "cannot be split along dimension 0"),
     "a bias of terms": (GPT, {"blocks.0.down.bias": "rowwise"}, {}, PrepareError, "count as many times"),

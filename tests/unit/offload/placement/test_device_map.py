@@ -156,7 +156,7 @@ def test_layer_that_cannot_fit_is_named_in_an_error():
 def test_accelerator_too_small_for_a_layer_is_not_used(caplog):
     found = infer_auto_device_map(build_layers(5, 100), {0: 50, "cpu": 200})
     assert found == {"": "cpu"}
-    assert "no accelerator in {0: 50 B, cpu: 200 B} has room" in caplog.text
+    assert "no accelerator in {0: 50 B, cpu: 200 B} has enough memory" in caplog.text
 
 
 def test_dtypes_are_taken_into_account():
@@ -294,7 +294,7 @@ def test_report_of_a_placement():
         "0: 0 ... 1",
         "cpu: 2 ... 3",
     ]
-    assert DeviceMap({"": "cpu"}).explain() == "the whole model: cpu"
+    assert DeviceMap({"": "cpu"}).explain() == "the full model: cpu"
 
 
 def test_report_can_be_logged(caplog):

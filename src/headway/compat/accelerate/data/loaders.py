@@ -264,7 +264,7 @@ def prepare_data_loader(
     """
     if slice_fn_for_dispatch is not None or torch_device_mesh is not None:
         raise UnsupportedError(
-            "prepare_data_loader takes neither slice_fn_for_dispatch (batches are cut by rows) nor torch_device_mesh: use "
+            "prepare_data_loader takes neither slice_fn_for_dispatch (batches are split by rows) nor torch_device_mesh: use "
             "accelerator.prepare(loader), which knows the run's mesh"
         )
     state = PartialState()

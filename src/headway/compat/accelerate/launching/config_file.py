@@ -100,7 +100,7 @@ _DYNAMO_SETTINGS = tuple(name for name in SETTINGS if name.startswith("dynamo_")
 _UNSUPPORTED_SECTIONS = tuple("megatron_lm_config fp8_config dynamo_config mpirun_config ipex_config".split())  # noqa: SIM905
 _RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
 """Current names of config file keys, by the names in files of older Accelerate versions."""
-_NEEDLESS_TYPES = {"NO": "one process, or as many as num_processes says", "MULTI_CPU": "processes on the CPU"}
+_NEEDLESS_TYPES = {"NO": "one process, or as many as num_processes requests", "MULTI_CPU": "processes on the CPU"}
 _PER_DEVICE = "a launch starts one process per accelerator by default"
 """Reason why the distributed types MULTI_GPU, MULTI_XPU, MULTI_NPU and similar ones need no setting."""
 
@@ -245,7 +245,7 @@ def _read_section(translation: Translation, section: str, value: Any, origin: st
         translation.report_needless(section, "empty")
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
+        raise ConfigError(f"{origin} must contain settings, one per line, not {value!r}")
     return value
 
 

@@ -40,14 +40,14 @@ Each is mapped to the key of `_IGNORED` that holds the reason why it has no effe
 """
 _REFUSED = {
     "ignored_modules": (
-        "name the frozen modules that should stay whole: Accelerator(kwargs_handlers=[ShardingOptions(ignored=(...))])"
+        "name the frozen modules that should stay unsharded: Accelerator(kwargs_handlers=[ShardingOptions(ignored=(...))])"
     ),
     "param_init_fn": (
         "a model on the meta device is initialized by its modules' reset_parameters(); give those classes one"
     ),
 }
 _IGNORED_BY_DEEPSPEED = {
-    "zero3_save_16bit_model": "save_model() writes whole weights",
+    "zero3_save_16bit_model": "save_model() writes full weights",
     **{
         f"deepspeed_{name}": "`headway launch` starts the processes, with one launcher per machine"
         for name in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
@@ -55,7 +55,7 @@ _IGNORED_BY_DEEPSPEED = {
 }
 _REFUSED_BY_DEEPSPEED = {
     "zero3_init_flag": (
-        "a model is built whole on each process and partitioned in prepare(); leave it out. If the model does not fit, use "
+        "the full model is built on each process and partitioned in prepare(); leave it out. If the model does not fit, use "
         "--strategy fsdp, which supports models on the meta device"
     ),
     "deepspeed_moe_layer_cls_names": "mixtures of experts are partitioned like other layers; leave it out",
@@ -202,7 +202,7 @@ def _read_truth(setting: str, request: LayoutRequest, value: Any, key: str) -> N
 def _read_state_dict(request: LayoutRequest, value: Any, key: str) -> None:
     """Ignore FSDP's type of state dicts, with the reason."""
     word = _find_word(value, _STATE_DICTS, key, first_number=1)
-    suffix = "; save_model() writes whole weights" if word == "FULL_STATE_DICT" else ""
+    suffix = "; save_model() writes full weights" if word == "FULL_STATE_DICT" else ""
     request.ignore_key(key, f"{_IGNORED['state_dict_config']}{suffix}")
 
 

@@ -19,7 +19,7 @@ def describe_dtype(dtype: numpy.dtype[Any]) -> Any:
     if isinstance(description, str) and build_dtype(description).type is not dtype.type:
         description = dtype.byteorder + dtype.char
     if dtype.hasobject or build_dtype(description) != dtype:
-        raise CheckpointError(f"of the dtype {dtype!r}, which cannot be made again from a description")
+        raise CheckpointError(f"of the dtype {dtype!r}, which cannot be rebuilt from a description")
     return description
 
 

@@ -108,7 +108,7 @@ def join_from_dense(about: Mapping[str, Any], parts: Sequence[torch.Tensor]) -> 
         else:
             tensor = _torch.make_per_channel_quantized(values, parts[1], parts[2], about["axis"])
         if tensor.dtype != dtype:
-            raise CheckpointError(f"the manifest says {dtype} of a quantized tensor of {tensor.dtype}")
+            raise CheckpointError(f"the manifest has the dtype {dtype} for a quantized tensor of {tensor.dtype}")
         return tensor
     shape = torch.Size(about["shape"])
     if layout == "sparse_coo":
@@ -116,7 +116,7 @@ def join_from_dense(about: Mapping[str, Any], parts: Sequence[torch.Tensor]) -> 
             parts[0], parts[1], shape, is_coalesced=about["is_coalesced"] or None, check_invariants=True
         )
     if layout not in _COMPRESSED:
-        raise CheckpointError(f"the manifest says {layout!r} of a tensor's layout, which is unknown")
+        raise CheckpointError(f"the manifest has the unknown tensor layout {layout!r}")
     outer, inner, values = parts
     return torch.sparse_compressed_tensor(
         outer, inner, values, shape, layout=getattr(torch, layout), check_invariants=True

@@ -107,7 +107,7 @@ def read_file_entry(name: str, entry: dict[str, Any]) -> WrittenFile:
     num_pieces = max(1, -(-num_bytes // piece))
     digests = tuple(entry[ALGORITHM]) if isinstance(entry[ALGORITHM], list) else ()
     if len(digests) != num_pieces or not set(map(type, digests)) <= {str}:
-        raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
+        raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} blocks")
     return WrittenFile(name, num_bytes, digests, piece)
 
 
@@ -194,7 +194,7 @@ def _do_chunks_cover(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
         return sum(prod(box.shape) for box in chunks_with_values) == prod(shape)
     cut_axes = [axis for axis, size in enumerate(shape) if any(box.shape[axis] != size for box in chunks_with_values)]
     if len(cut_axes) > _MAX_CUT_AXES:
-        raise CheckpointError(f"a tensor is cut along {len(cut_axes)} axes, where {_MAX_CUT_AXES} are the most")
+        raise CheckpointError(f"a tensor is sharded along {len(cut_axes)} axes; the maximum is {_MAX_CUT_AXES}")
     corners: Counter[tuple[int, ...]] = Counter()
     full_tensor = Chunk((0,) * len(shape), tuple(shape), "", "")
     for box, times in [(full_tensor, -1), *((box, 1) for box in chunks_with_values)]:

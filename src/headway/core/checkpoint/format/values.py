@@ -167,7 +167,7 @@ def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], dept
     if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
         raise CheckpointError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which would be restored as a plain tensor: let state_dict() "
-            "return it.as_subclass(torch.Tensor), and make it again in load_state_dict()"
+            "return it.as_subclass(torch.Tensor), and rebuild it in load_state_dict()"
         )
     flags: dict[str, Any] = {"is_parameter": True} if isinstance(value, torch.nn.Parameter) else {}
     if value.requires_grad and value.is_leaf:

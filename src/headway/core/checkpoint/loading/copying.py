@@ -59,7 +59,7 @@ class _LocalSteps:
         failures = collectives.gather_objects(self._failure)
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
         if lines:
-            raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(lines))
+            raise CheckpointError(f"{folder} could not be copied to a machine without it: " + "; ".join(lines))
 
 
 def copy_to_machines(

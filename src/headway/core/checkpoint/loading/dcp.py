@@ -72,7 +72,7 @@ class _SafeReader(FileSystemReader):
         except Exception as error:
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not a checkpoint's metadata")
+            raise CheckpointError(f"{path} contains a {type(metadata).__name__}, not a checkpoint's metadata")
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()  # older versions had none
         metadata.storage_meta.load_id = self.load_id
         return metadata

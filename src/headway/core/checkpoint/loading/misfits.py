@@ -224,7 +224,7 @@ def _find_cast_problem(dtype: torch.dtype, saved: torch.Tensor) -> str | None:
         is_lost = bool((_widen_small_float(saved).isfinite() & ~_widen_small_float(cast).isfinite()).any())
     else:
         is_lost = not torch.equal(cast.to(saved.dtype), saved) or bool(((cast < 0) != (saved < 0)).any())
-    return f"{message}, and holds values that are too large for it" if is_lost else None
+    return f"{message}, and contains values that are too large for it" if is_lost else None
 
 
 def _widen_small_float(tensor: torch.Tensor) -> torch.Tensor:

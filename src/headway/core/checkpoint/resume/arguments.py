@@ -36,12 +36,12 @@ _ARGUMENTS = {
     "save_state": _KnownArguments(
         "output_dir safe_serialization blocking metric weights",
         "client_state exclude_frozen_parameters max_shard_size save_function tag save_latest",
-        "the checkpoint holds the whole state",
+        "the checkpoint contains the full state",
     ),
     "load_state": _KnownArguments(
         "input_dir load_kwargs map_location strict changed",
         "load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only tag custom_load_fn mmap weights_only",
-        "the whole state is loaded",
+        "the full state is loaded",
     ),
 }
 """Arguments by name of the method."""

@@ -626,7 +626,7 @@ class Collectives:
         """
         self.ensure_connected(operation)
         if len(numbers) > MAX_HANDSHAKE_NUMBERS:
-            raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {MAX_HANDSHAKE_NUMBERS}")
+            raise CollectiveError(f"{len(numbers)} numbers in one handshake; the maximum is {MAX_HANDSHAKE_NUMBERS}")
         if self.group is None:
             self._attendance.count_collective()
         entry = self.ledger.record_entry(operation)

@@ -92,7 +92,7 @@ def share_rng_states(everyone: Collectives, index: int) -> list[str]:
             reseeded.append(name)
     if "torch" in reseeded:
         log.warning_once(
-            "ranks that read the same part of the data had different RNG states: torch's are now seeded again, alike on these ranks. "
+            "ranks that read the same part of the data had different RNG states: torch's are now reseeded equally on these ranks. "
             "To seed ranks differently, call set_seed(seed, device_specific=True) after you create the Accelerator"
         )
     return reseeded

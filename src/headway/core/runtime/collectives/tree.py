@@ -393,8 +393,8 @@ def slice_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
     if can_move_itself(tree) and not (dataclasses.is_dataclass(tree) or isinstance(tree, Mapping)):
         if stop - start < num_rows:
             raise UnsupportedError(
-                f"a {type(tree).__name__} cannot be cut by rows; put tensors in the batch (pad_packed_sequence, or a dict of the "
-                "object's tensors) and build the object from each piece in the loop"
+                f"a {type(tree).__name__} cannot be split by rows; put tensors in the batch (pad_packed_sequence, or a dict of the "
+                "object's tensors) and build the object from each micro-batch in the loop"
             )
         return tree
     cut = partial(slice_rows, start=start, stop=stop, num_rows=num_rows)

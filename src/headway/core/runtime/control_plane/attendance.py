@@ -402,7 +402,7 @@ class Attendance:
         values, num_collectives, joins_every_call, call_site, calls = json.loads(control.get(key, _READ_TIMEOUT))
         progress = Progress(*values)
         has_ended = progress.collectives == _ENDED.collectives
-        position = "has come to the end of its script" if has_ended else f"has gone on to {call_site}"
+        position = "has come to the end of its script" if has_ended else f"has continued to {call_site}"
         latest_calls = tuple(Progress(*call) for call in calls)
         return _RankState(progress, num_collectives, position, latest_calls, joins_every_call)
 

@@ -70,6 +70,6 @@ class RankConditionalCallCheck:
         participants = attendance.find_current_participants()
         if participants.absence:
             raise UnsupportedError(
-                f"{call} {participants}. Under the {self._strategy} strategy each rank holds a part of the model, and {action} needs "
-                "all parts. Call it on every rank, and put only the code that uses the result under the condition"
+                f"{call} {participants}. Under the {self._strategy} strategy each rank has a shard of the model, and {action} needs "
+                "all shards. Call it on every rank, and put only the code that uses the result under the condition"
             )

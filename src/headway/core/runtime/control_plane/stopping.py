@@ -302,7 +302,10 @@ class StopAgreement:
                     self._check_for_request()
         except (ControlPlaneError, RuntimeError) as error:  # includes torch's DistError: the store's host is gone
             if not self._is_ended.is_set():
-                log.info("signals are heard no more, as the control plane is gone: %s", get_first_line(error))
+                log.info(
+                    "signals no longer have an effect, because the connection to the control plane was lost: %s",
+                    get_first_line(error),
+                )
 
     def _check_for_request(self) -> None:
         """Check once for a stop request.

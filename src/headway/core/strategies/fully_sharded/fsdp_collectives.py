@@ -115,7 +115,9 @@ class FSDPUnit:
             return
         numel, dtype, op = details
         if op not in _OPERATIONS:
-            raise CollectiveError(f"gradients are reduced by {op}, in which no rank can stand in with zeros")
+            raise CollectiveError(
+                f"gradients are reduced by {op}, to which no rank can contribute zeros in place of a gradient"
+            )
         zeros = torch.zeros(numel, dtype=getattr(torch, dtype), device=group.device)
         if kind == _ALL_REDUCE:
             entry = self.record_start(_ALL_REDUCE, *details)

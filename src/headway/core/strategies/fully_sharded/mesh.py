@@ -2,7 +2,7 @@
 
 FSDP2 (`fully_shard`) shards each parameter along its first dimension over the axis "shard". It gathers a unit's
 parameters before its forward and its backward, and reduces gradients to shards again. Parameters without dimensions
-(scalars) stay whole on each rank, and their gradients are averaged once per window. HSDP adds the axis "replicate".
+(scalars) stay unsharded on each rank, and their gradients are averaged once per window. HSDP adds the axis "replicate".
 Sharding has consequences: optimizers step on the parameters that `find_current` returns, norms need a collective
 (`gradient_norm.py`), and all ranks of the mesh must run a model together.
 """
@@ -142,7 +142,7 @@ class MeshStrategy(Strategy):
             compute_device_type=device_type or collectives.runtime.device.type,
         )
         self._comm_hooks = fsdp_collectives.CommHooks(collectives)
-        # Updates of optimizers that need whole matrices. None before the first of them is prepared.
+        # Updates of optimizers that need full matrices. None before the first of them is prepared.
         self._updates: FullParameterUpdates | None = None
         self._num_steps = 0  # calls of `step_optimizer`
         self._has_ended = False  # whether the process group has ended

@@ -17,7 +17,7 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _ELEMENTWISE = "use torch.optim.AdamW(fused=True) or another optimizer that works element by element"
-_NEEDS_FULL_MATRICES = f"it needs whole matrices for means over rows and columns; {_ELEMENTWISE}"
+_NEEDS_FULL_MATRICES = f"it needs full matrices for means over rows and columns; {_ELEMENTWISE}"
 _UNSHARDED_STATE = (
     "it steps on plain tensors only, and gets DTensors under pp and with ShardingOptions(whole_updates=False). Leave out this "
     f"option, use torchao's AdamW8bit, or {_ELEMENTWISE}"

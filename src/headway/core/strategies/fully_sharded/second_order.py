@@ -56,7 +56,8 @@ class SecondOrder:
     def keep_gathered(self) -> Iterator[None]:
         """Return the context of the training loop's backward, in which all FSDP units are gathered."""
         log.info_once(
-            "a backward has gone through %s before its loss's: all of it is gathered", get_class_name(self._model)
+            "a backward ran through %s before that of its loss, so all its parameters are kept unsharded",
+            get_class_name(self._model),
         )
         try:
             with fsdp_state.keep_gathered(self._model):

@@ -254,7 +254,9 @@ def _find_ignored(
         ignored.update(selected or ())
     quantized = [p for p in model.parameters() if _must_stay_unsharded(p)]
     if quantized:
-        log.info("%d frozen, quantized weights of %s stay whole on every rank", len(quantized), type(model).__name__)
+        log.info(
+            "%d frozen, quantized weights of %s stay unsharded on every rank", len(quantized), type(model).__name__
+        )
     ignored.update(quantized)
     trainable = [name for name, p in model.named_parameters() if p in ignored and p.requires_grad and p.ndim]
     if trainable:

@@ -30,13 +30,13 @@ Each of them halves fp16's loss scale, which begins at 65536. After 17 halvings 
 then, the scale is not the cause.
 """
 _UPDATE_IS_MADE = (
-    "Training goes on with it, and nothing after it is likely to be of use: Accelerator(on_non_finite='skip'), 'stop' or 'raise' "
+    "Training continues with it, and later updates are unlikely to be useful: Accelerator(on_non_finite='skip'), 'stop' or 'raise' "
     "leaves such an update out on all ranks, and names gradients too"
 )
 _UPDATE_IS_SKIPPED = (
     "In fp16 an update whose gradients are not finite is left out on all ranks: weights stay as they were, and the loss scale is "
     "lowered. A run with many such losses learns little: Accelerator(on_non_finite='raise') ends it at the first one, and 'explain' "
-    "says where the value arose"
+    "reports where the value arose"
 )
 
 

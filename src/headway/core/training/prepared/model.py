@@ -34,7 +34,7 @@ _KEY = "_headway_call"
 _MAX_MODULE_READS = 100_000
 """Number of reads of `model.module` without a forward in between, after which the attribute counts as missing."""
 _SHARDS_IN_STATE_DICT = (
-    "state_dict() of %s holds this rank's part of each tensor, so a file of it lacks the other ranks' parts. Whole weights: "
+    "state_dict() of %s has this rank's shard of each tensor, so a file of it lacks the other ranks' shards. For full weights: "
     "accelerator.save_model(model, folder), or accelerator.get_state_dict(model), on every rank"
 )
 
@@ -254,7 +254,7 @@ class PreparedShard(PreparedModel):
         name = self.__dict__[_KEY].class_name
         self._check_rank_condition(
             f"the state_dict() of {name} is asked for",
-            "putting whole weights together (accelerator.get_state_dict(model))",
+            "gathering full weights (accelerator.get_state_dict(model))",
         )
         _, caller, *_ = walk_stack()
         if is_user_file(caller.f_code.co_filename):  # libraries that gather the shards also call it

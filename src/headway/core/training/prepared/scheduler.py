@@ -274,7 +274,7 @@ class PreparedScheduler(LRScheduler):
         self._num_updates_after_end += 1
         if self._num_updates_after_end > 2 + 0.1 * length / ticks:
             log.warning_once(
-                "%s has ended after %d updates, and training goes on with a learning rate of %g: it has %d ticks and makes %d "
+                "%s has ended after %d updates, and training continues with a learning rate of %g: it has %d ticks and makes %d "
                 "an update, one for each update of the single-process loop. If its length counts the updates of this run, "
                 "multiply it by accelerator.num_processes, or pass Accelerator(scheduler_ticks='updates') (docs/schedules.md)",
                 type(self.scheduler).__name__,

@@ -104,7 +104,7 @@ def test_undecided_values_stay_unset():
         ("compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
         ("num_procesess: 2", "num_procesess .*is not a key of Accelerate's config files; did you mean num_processes"),
         ("num_processes: many", "num_processes='many' .* whole number"),
-        ("fsdp_config: 3", "must hold settings"),
+        ("fsdp_config: 3", "must contain settings"),
         (
             "fsdp_config: {fsdp_sharding_strategy: HALF}",
             "fsdp_config.fsdp_sharding_strategy='HALF'; allowed: FULL_SHARD",

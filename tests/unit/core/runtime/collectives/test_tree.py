@@ -197,7 +197,7 @@ def test_packed_sequence_is_one_leaf():
         concatenate([[packed], [packed]])
     for whole in (packed, Graph(X)):
         assert slice_rows([whole, torch.ones(2)], 0, 2, 2)[0] is whole
-        with pytest.raises(UnsupportedError, match="cannot be cut by rows"):
+        with pytest.raises(UnsupportedError, match="cannot be split by rows"):
             slice_rows([whole, torch.ones(2)], 0, 1, 2)
 
 

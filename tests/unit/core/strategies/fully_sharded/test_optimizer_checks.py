@@ -19,7 +19,7 @@ def test_optimizers_that_need_full_parameters_are_refused_with_their_subclasses(
 
     for kind in (torch.optim.Adafactor, Mine):
         with pytest.raises(
-            UnsupportedError, match=f"{kind.__name__} cannot train a sharded model: it needs whole matrices"
+            UnsupportedError, match=f"{kind.__name__} cannot train a sharded model: it needs full matrices"
         ):
             check_optimizer(kind([torch.nn.Parameter(torch.ones(2, 2))]))
     foreign = type("Adam8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adam"})

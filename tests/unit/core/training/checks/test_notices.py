@@ -71,7 +71,7 @@ def test_first_non_finite_loss_causes_a_warning(bad: float, warnings: list[str],
     found = (
         r"update 2: the loss of micro-batch 2 was (nan|-?inf) on rank 0, or a gradient of update 1 was not finite\. "
     )
-    assert re.match(found + "Training goes on", warnings[0])
+    assert re.match(found + "Training continues", warnings[0])
     assert "on_non_finite='skip'" in warnings[0]
     assert [(each.name, each.details["update"], each.details["action"]) for each in heard] == [
         ("non_finite", 2, "none")
@@ -83,7 +83,7 @@ def test_first_non_finite_loss_causes_a_warning(bad: float, warnings: list[str],
 def test_infinite_loss_with_a_finite_gradient_causes_a_warning(warnings: list[str]) -> None:
     accelerator, model, _ = build()
     accelerator.backward(model(torch.ones(1, 1)).mean() + torch.tensor(math.inf))
-    assert warnings[0].startswith("update 1: the loss of micro-batch 1 was inf on rank 0. Training goes on")
+    assert warnings[0].startswith("update 1: the loss of micro-batch 1 was inf on rank 0. Training continues")
 
 
 def test_micro_batch_of_weight_0_may_be_nan(warnings: list[str]) -> None:
