@@ -70,7 +70,9 @@ def test_pieces_grow_as_far_as_memory_allows_without_another_error(simulate, cap
     with caplog.at_level("INFO"):
         run_batches(simulate(40), 108, 4 * FIRST_PATIENCE, lambda rows: [rows])
     assert "trying micro-batches of up to 36 rows" in caplog.text
-    assert caplog.text.count("trying micro-batches of up to") == 1, "40 rows are predicted, but the batch would still need 3 pieces"
+    assert caplog.text.count("trying micro-batches of up to") == 1, (
+        "40 rows are predicted, but the batch would still need 3 pieces"
+    )
 
 
 def test_peak_of_an_evaluation_does_not_keep_pieces_small_forever(simulate, caplog) -> None:
