@@ -118,8 +118,8 @@ def of_the_prepared(s: Script) -> Any:
     "a schedule whose length is computed from the prepared loader, without `scheduler_ticks`",
     single=None,
     tp=None,
-    ddp=warning("multiply it by accelerator.num_processes"),
-    fsdp=warning("multiply it by accelerator.num_processes"),
+    ddp=warning("multiply it by accelerator.num_data_shards"),
+    fsdp=warning("multiply it by accelerator.num_data_shards"),
 )
 def of_the_prepared_loader(s: Script) -> Any:
     accelerator, model, optimizer, loader = s.prepare_all()

@@ -109,7 +109,7 @@ def warn_if_prepared_length_is_doubtful(
         log.warning_once(
             "%s ends after %d updates, in the middle of an epoch of %d: it has %d ticks and makes %d an update, one for each "
             "update of the single-process loop. Its length fits %g epochs of the prepared loader, whose updates are those of all "
-            "processes together. If it was computed from that loader, multiply it by accelerator.num_processes, compute it before "
+            "processes together. If it was computed from that loader, multiply it by accelerator.num_data_shards, compute it before "
             "prepare(), or pass Accelerator(scheduler_ticks='updates') (docs/schedules.md)",
             type(scheduler).__name__,
             last_update,

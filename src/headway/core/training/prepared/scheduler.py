@@ -276,7 +276,7 @@ class PreparedScheduler(LRScheduler):
             log.warning_once(
                 "%s has ended after %d updates, and training continues with a learning rate of %g: it has %d ticks and makes %d "
                 "an update, one for each update of the single-process loop. If its length counts the updates of this run, "
-                "multiply it by accelerator.num_processes, or pass Accelerator(scheduler_ticks='updates') (docs/schedules.md)",
+                "multiply it by accelerator.num_data_shards, or pass Accelerator(scheduler_ticks='updates') (docs/schedules.md)",
                 type(self.scheduler).__name__,
                 -(-length // ticks),
                 self.get_last_lr()[0],
