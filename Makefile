@@ -81,7 +81,7 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 dist: setup
 	$(BIN)/python scripts/release.py --url "$(URL)" $(if $(TAG),--tag)
 
-# Machines as network namespaces, a real SLURM and mpirun (root; Debian: iproute2 slurmctld slurmd slurm-client munge openmpi-bin).
+# Machines as network namespaces, a real SLURM and mpirun (root; Debian: iproute2 slurmctld slurmd slurm-client munge openmpi-bin mpich).
 cluster: setup
 	$(BIN)/pytest -q tests/cluster
 

@@ -16,7 +16,10 @@ print("rank", accelerator.process_index, "of", accelerator.num_processes, "total
 """
 
 MPIRUN = shutil.which("mpirun.mpich")
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason="MPICH's mpirun is not installed (Debian: mpich)")
+pytestmark = [
+    pytest.mark.slurm,  # only `make cluster` runs it
+    pytest.mark.skipif(MPIRUN is None, reason="MPICH's mpirun is not installed (Debian: mpich)"),
+]
 
 
 def run_mpi(folder, *command):

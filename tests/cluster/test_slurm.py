@@ -174,10 +174,11 @@ def test_preempted_recipe_is_requeued_and_resumes(slurm: dict[str, str], tmp_pat
 
 
 def test_open_mpi_with_a_hostfile_starts_all_ranks(tmp_path: Path) -> None:
-    if shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
+    mpirun = shutil.which("mpirun.openmpi")  # Debian's name; `mpirun` may be MPICH's
+    if mpirun is None:
+        pytest.skip("Open MPI's mpirun is not installed (Debian: openmpi-bin)")
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
-    command = "mpirun --allow-run-as-root --hostfile hostfile -np 2 headway launch --cpu train.py"
+    command = f"{mpirun} --allow-run-as-root --hostfile hostfile -np 2 headway launch --cpu train.py"
     code, told, stderr = run(command, tmp_path, make_environment())
     assert code == 0, stderr
     places = [(entry["RANK"], entry["LOCAL_RANK"], entry["total"]) for entry in told]
