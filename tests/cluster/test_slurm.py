@@ -83,6 +83,15 @@ def test_each_task_becomes_one_rank(slurm: dict[str, str], tmp_path: Path) -> No
     assert stderr.count("headway: 4 processes on cpu, 2 on each of 2 machines") == 1
 
 
+def test_tasks_without_the_launcher_are_warned_of(slurm: dict[str, str], tmp_path: Path) -> None:
+    program = "from headway import Accelerator; print(Accelerator(cpu=True).num_processes)"
+    (tmp_path / "alone.py").write_text(program)
+    command = [*"srun --nodes 2 --ntasks-per-node 2 --cpus-per-task 2".split(), sys.executable, "alone.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=80)
+    assert done.stdout.split() == ["1"] * 4, done.stderr
+    assert done.stderr.count("srun has started 4 tasks of this script") == 1
+
+
 def assert_reported_once(stderr: str) -> None:
     assert stderr.count("headway: rank 1 of 2 failed first, at train.py:") == 1, stderr
     assert stderr.count("ValueError: the second shard is missing") == 1, stderr
