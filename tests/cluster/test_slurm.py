@@ -86,8 +86,8 @@ def test_each_task_becomes_one_rank(slurm: dict[str, str], tmp_path: Path) -> No
 def test_tasks_without_the_launcher_are_warned_of(slurm: dict[str, str], tmp_path: Path) -> None:
     program = "from headway import Accelerator; print(Accelerator(cpu=True).num_processes)"
     (tmp_path / "alone.py").write_text(program)
-    command = [*"srun --nodes 2 --ntasks-per-node 2 --cpus-per-task 2".split(), sys.executable, "alone.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=80)
+    command = f"srun --nodes 2 --ntasks-per-node 2 --cpus-per-task 2 {sys.executable} alone.py"
+    done = subprocess.run(command.split(), cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=80)
     assert done.stdout.split() == ["1"] * 4, done.stderr
     assert done.stderr.count("srun has started 4 tasks of this script") == 1
 
