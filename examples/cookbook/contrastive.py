@@ -39,9 +39,9 @@ class TwoTowers(nn.Module):
 
 
 def gather_with_own_gradients(accelerator: Accelerator, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks, in which only this rank's rows carry gradients."""
-    all_rows = accelerator.gather(rows.detach())
-    first = accelerator.process_index * len(rows)
+    """Return the rows of all data shards, in which only this rank's rows carry gradients."""
+    all_rows = accelerator.gather_for_metrics(rows.detach())  # one process of each data shard
+    first = accelerator.data_shard_index * len(rows)
     return torch.cat((all_rows[:first], rows, all_rows[first + len(rows) :]))
 
 
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     causes = torch.randn(512, 4)  # two views of the same hidden causes
     views = TensorDataset(causes @ torch.randn(4, 12), causes @ torch.randn(4, 6))
     # All ranks need equally many rows, so a shorter last batch is dropped.
-    loader = DataLoader(views, batch_size=64 // accelerator.num_processes, shuffle=True, drop_last=True)
+    loader = DataLoader(views, batch_size=64 // accelerator.num_data_shards, shuffle=True, drop_last=True)
     model = TwoTowers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 left = gather_with_own_gradients(accelerator, left)
                 right = gather_with_own_gradients(accelerator, right)
                 # All ranks compute the same gradient of the temperature. It must count once, so each contributes a share.
-                share = 1 / accelerator.num_processes
+                share = 1 / accelerator.num_data_shards
                 scale = share * scale + (1 - share) * scale.detach()
                 loss = contrastive_loss(left, right, scale)
                 accelerator.backward(loss, weight=len(views_left), reduction="sum")
