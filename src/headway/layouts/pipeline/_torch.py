@@ -4,7 +4,11 @@ Names of `torch.distributed.pipelining` are in `LAZY_NAMES`, as "module:name". O
 torch's schedules take a second to import. A test checks that all names exist.
 """
 
+from typing import Any
+
+import torch
 from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 # is_fake: a forecast on fake tensors has no values to compare. A public module for fake tensors would replace it.
@@ -28,3 +32,18 @@ MODULE_ATTRIBUTES = ("_buffers", "_parameters")
 
 In modules of other stages, these dicts contain meta tensors, which have no values.
 """
+
+
+def get_total_norm() -> Any:
+    """Return the function with which torch's `clip_grad_norm_` computes the norm of all gradients."""
+    return clip_grad._get_total_norm
+
+
+def replace_total_norm(function: Any) -> None:
+    """Replace the function with which torch's `clip_grad_norm_` computes the norm of all gradients.
+
+    Scripts import `clip_grad_norm_` itself in several ways, but it always looks up this private name when it is called.
+    A hook of torch would replace it. The function is public as `torch.nn.utils.get_total_norm`, which is replaced, too.
+    """
+    clip_grad._get_total_norm = function
+    torch.nn.utils.get_total_norm = function

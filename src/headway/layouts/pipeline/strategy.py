@@ -38,6 +38,7 @@ from headway.layouts.pipeline.plain_calls import PlainCalls
 from headway.layouts.pipeline.runner import PipelineRunner, PipelineTask, check_loss
 from headway.layouts.pipeline.shared_parameters import SharedParameters
 from headway.layouts.pipeline.stage_forward import ModuleRouter, is_routed
+from headway.layouts.pipeline.stage_norms import check_norms, release_norms
 from headway.layouts.pipeline.stage_rng import advance_generators, gather_used_generators, isolate_generators
 from headway.layouts.pipeline.stages import PipelineState, find_stages, list_layer_data
 from headway.log import get_logger
@@ -196,6 +197,7 @@ class PipelineStrategy(Strategy):
         self._model = model
         self._state = state
         self._shared_parameters.find_parameters(model, state.holders)
+        check_norms(model)
         return context
 
     def serve_inference_only(self, is_shared: bool) -> None:
@@ -610,6 +612,8 @@ class PipelineStrategy(Strategy):
                 only one model, and always releases it.
         """
         super().release_model()
+        if self._model is not None:
+            release_norms(self._model)
         if self._runner is not None:
             self._runner.router.run_model = None
             self._runner.router.finish_forward = None
