@@ -12,8 +12,8 @@ from headway.core.config.engines import EngineOptions
 from headway.core.config.mesh import parse_layout
 from headway.errors import UnsupportedError
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
-from headway.planning.dry_run.drive import PipelineDriver
 from headway.planning.dry_run.rank_update import dry_run_rank, dry_run_stages, run_update
+from headway.planning.dry_run.step_drivers import PipelineDriver
 from headway.planning.outcome import build_plan
 from tests.devices import ON_CPU
 from tests.distributed import layouts

@@ -11,9 +11,9 @@ from headway import Accelerator, PipelineOptions
 from headway.core.config.engines import EngineOptions
 from headway.core.config.mesh import parse_layout
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
-from headway.planning.dry_run.drive import ContextParallelDriver, PipelineDriver
 from headway.planning.dry_run.meter import StepMeter
 from headway.planning.dry_run.rank_update import dry_run_rank, dry_run_stages, run_update
+from headway.planning.dry_run.step_drivers import ContextParallelDriver, PipelineDriver
 from headway.planning.dry_run.updates import DryRunUpdates
 from headway.planning.outcome import build_plan
 from headway.planning.plan import plan

@@ -91,7 +91,7 @@ def test_importing_headway_does_not_import_torch(tmp_path):
 ALLOWED_PACKAGES = {"xxhash"}
 """Packages that the Accelerator imports in addition to torch, torch's dependencies and the standard library. Do not extend."""
 
-IMPORTED_ON_USE = ("core.checkpoint.resume.preemption", "core.memory.monitor", "core.memory.batch_size", "core.tracking.run_feed",
+IMPORTED_ON_USE = ("core.checkpoint.resume.preemption", "core.memory.monitor", "core.memory.batch_size", "core.tracking.run_logger",
           "core.tracking.runlog", "core.tracking.progress", "core.tracking.report",
           "core.training.checks.finite", "core.training.forecast_types", "cli", "extras", "forecasting",
           "launch.agent", "launch.watch", "layouts.context", "layouts.pipeline", "layouts.tensor", "offload",

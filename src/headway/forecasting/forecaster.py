@@ -15,7 +15,7 @@ from headway.errors import ConfigError
 from headway.forecasting.budget_search import DEFAULT_LIMIT, PROBE, BudgetSearch
 from headway.forecasting.device.devices import Device, compute_allocator_limit, estimate_use
 from headway.forecasting.device.memory_events import StepMemory
-from headway.forecasting.from_trace import build_forecast, replay_on_device
+from headway.forecasting.forecast_builder import build_forecast, replay_on_device
 from headway.forecasting.tracing.recipe import StepRecipe
 from headway.forecasting.tracing.repeats import RepeatProof
 from headway.forecasting.tracing.trace import Trace

@@ -24,7 +24,7 @@ from headway.core.training.prepared.optimizer import PreparedOptimizer
 from headway.core.weights.compiled import unwrap_compiled
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.device.devices import Device, find_device, resolve_budget
-from headway.forecasting.device.present import describe_present_device, measure_budget
+from headway.forecasting.device.local_device import describe_local_device, measure_budget
 from headway.forecasting.forecaster import StepForecaster
 from headway.forecasting.tracing.attention_masks import drop_masks, skip_causal_mask
 from headway.forecasting.tracing.batch_resizer import BatchResizer
@@ -123,7 +123,7 @@ def _resolve_target(request: ForecastRequest, runtime: ProcessRuntime) -> tuple[
     if request.device is not None:
         target = find_device(request.device)
         return target, resolve_budget(target, request.budget)
-    target = describe_present_device(runtime.hardware, runtime.device)
+    target = describe_local_device(runtime.hardware, runtime.device)
     if request.budget is not None:
         return target, resolve_budget(target, request.budget)
     return target, measure_budget(runtime.hardware, runtime.device, target, _sum_held_bytes(request))

@@ -135,7 +135,7 @@ def make_packing_plan(
     if long_samples == "truncate":
         num_cut_tokens = int(numpy.maximum(sizes - sequence_length, 0).sum())
         sizes = numpy.minimum(sizes, sequence_length)
-    samples, starts, stops = _cut_long_samples(order, sizes[order], sequence_length)
+    samples, starts, stops = _split_long_samples(order, sizes[order], sequence_length)
     if strategy == "in_order":
         piece_order, num_pieces = _pack_in_order(stops - starts, sequence_length)
     else:
@@ -192,7 +192,7 @@ def _plan_split(order: _Integers, sizes: _Integers, capacity: int) -> PackingPla
     )
 
 
-def _cut_long_samples(order: _Integers, sizes: _Integers, capacity: int) -> tuple[_Integers, _Integers, _Integers]:
+def _split_long_samples(order: _Integers, sizes: _Integers, capacity: int) -> tuple[_Integers, _Integers, _Integers]:
     """Cut samples into pieces of at most `capacity` tokens.
 
     Args:

@@ -15,8 +15,8 @@ from headway.core.config.values import check_count
 from headway.core.training.forecast_types import Forecast, Loop, Loss
 from headway.errors import ConfigError
 from headway.forecasting.device.devices import Device, find_device, resolve_budget
+from headway.forecasting.forecast_builder import build_forecast
 from headway.forecasting.forecaster import LongestSequence, StepForecaster
-from headway.forecasting.from_trace import build_forecast
 from headway.forecasting.tracing.attention_masks import MASK, POSITIONS
 from headway.forecasting.tracing.recipe import StepRecipe
 from headway.planning.dry_run.repeated import can_repeat_blocks

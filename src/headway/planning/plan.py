@@ -12,11 +12,11 @@ from headway.core.config.values import check_count
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.device.devices import DEVICES
 from headway.forecasting.tracing.recipe import check_precision
-from headway.planning.dry_run.drive import BatchStep, Step
 from headway.planning.dry_run.fake_collectives import PeerObjects
 from headway.planning.dry_run.fake_group import refuse_parameter_offload
 from headway.planning.dry_run.rank_update import StepDryRun, dry_run_rank, dry_run_stages
 from headway.planning.dry_run.repeated import can_repeat_blocks, dry_run_repeated
+from headway.planning.dry_run.step_drivers import BatchStep, Step
 from headway.planning.dry_run.updates import find_fullest_owner
 from headway.planning.make_model import make_model
 from headway.planning.optimizers import Optimizer, resolve_optimizer

@@ -16,7 +16,7 @@ from headway.core.config.values import suggest_word
 from headway.errors import ConfigError
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
 from headway.offload.placement.meta_model import init_empty_weights
-from headway.planning.dry_run.drive import Step
+from headway.planning.dry_run.step_drivers import Step
 from headway.planning.model_types import check_model_folder, make_unknown_model_error
 from headway.planning.tasks import TASKS
 

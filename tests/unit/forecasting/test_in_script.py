@@ -16,7 +16,7 @@ from headway.errors import ConfigError, DataError, LossError, UnsupportedError
 from headway.forecasting.device import calibration, present
 from headway.forecasting.device.calibration import CalibrationRecord
 from headway.forecasting.device.devices import DEVICES, GIB, name_card
-from headway.forecasting.device.present import describe_present_device, measure_budget
+from headway.forecasting.device.local_device import describe_local_device, measure_budget
 from headway.forecasting.tracing.batch_resizer import BatchResizer
 from headway.forecasting.tracing.recipe import StepRecipe
 
@@ -321,7 +321,7 @@ def simulate_gpu(name, memory, capability, reserved=0, allocated=0):
 )
 def test_gpu_is_found_by_its_name_and_memory(name, gib, capability, entry):
     memory = int(gib * GIB)
-    found = describe_present_device(simulate_gpu(name, memory, capability), torch.device("cuda:0"))
+    found = describe_local_device(simulate_gpu(name, memory, capability), torch.device("cuda:0"))
     assert (found.memory, found.capability) == (memory, capability)
     assert found.name == (entry or name)
     assert ("is not in the table" in found.source) == (entry is None)
@@ -336,7 +336,7 @@ def test_calibrated_gpu_uses_the_measured_values(monkeypatch, tmp_path, product,
     memory, capability = int(gib * GIB), (8, 9)
     record = CalibrationRecord(product, memory, capability, 123 << 20, 16 << 20, "2.13.0", "2026-11-23")
     calibration.write_record(tmp_path / calibration.FILE_NAME, name_card(product, memory), record)
-    found = describe_present_device(simulate_gpu(product, memory, capability), torch.device("cuda:0"))
+    found = describe_local_device(simulate_gpu(product, memory, capability), torch.device("cuda:0"))
     assert found.overhead.likely == 123 << 20
     assert "2026-11-23" in found.source
 
@@ -344,11 +344,11 @@ def test_calibrated_gpu_uses_the_measured_values(monkeypatch, tmp_path, product,
 def test_free_memory_excludes_that_of_other_programs(monkeypatch):
     monkeypatch.setattr(present, "read_free_bytes", lambda *_: 10 * GIB)
     card = simulate_gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), reserved=6 * GIB, allocated=5 * GIB)
-    target = describe_present_device(card, torch.device("cuda:0"))
+    target = describe_local_device(card, torch.device("cuda:0"))
     left = measure_budget(card, torch.device("cuda:0"), target, tensor_bytes=2 * GIB)
     assert left == 10 * GIB + (6 - 3) * GIB + target.overhead.least, "3 GiB belong to other models"
     with pytest.raises(UnsupportedError, match="'mps'"):
-        describe_present_device(SimpleNamespace(kind="mps"), torch.device("mps"))
+        describe_local_device(SimpleNamespace(kind="mps"), torch.device("mps"))
 
 
 @pytest.mark.slow

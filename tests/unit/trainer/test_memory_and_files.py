@@ -13,7 +13,7 @@ from headway.core.tracking.report.event_kinds import count_kinds
 from headway.core.tracking.report.key_figures import list_key_figures
 from headway.core.tracking.runlog_reader import read_run
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
-from headway.forecasting.device import present
+from headway.forecasting.device import local_device
 from headway.trainer import largest_batch
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, losses, make, texts, weights
@@ -125,7 +125,7 @@ class Limited(Net):
 
 
 def search_batch_size(tmp_path, monkeypatch, model, budget):
-    monkeypatch.setattr(present, "read_free_address_space", lambda: budget)
+    monkeypatch.setattr(local_device, "read_free_address_space", lambda: budget)
     monkeypatch.setattr(largest_batch, "read_free_address_space", lambda: budget)
     trainer = make(tmp_path, model, data=Points(4000), per_device_train_batch_size="largest")
     before = weights(model)

@@ -23,7 +23,7 @@ from headway.core.weights.compiled import rename_bare_items
 from headway.core.weights.export import split_ties
 from headway.core.weights.files import EXTRA_STATE
 from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, get_local_part, is_dtensor, is_sharded
-from headway.core.weights.shard_cutter import ShardCutter
+from headway.core.weights.shard_splitter import ShardSplitter
 from headway.errors import CheckpointError
 
 ROWS = "rows/"
@@ -233,10 +233,10 @@ def split_dtensors(collected: CollectedState) -> CollectedState:
     Raises:
         CheckpointError: If a tensor holds partial values that have not been reduced yet.
     """
-    cutter, tensors = ShardCutter(), dict[str, Any]()
+    splitter, tensors = ShardSplitter(), dict[str, Any]()
     for name, value in collected.tensors.items():
         try:
-            tensors[name] = cutter.cut_tensor(value) if is_dtensor(value) else value
+            tensors[name] = splitter.split_tensor(value) if is_dtensor(value) else value
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
     return replace(collected, tensors=tensors)

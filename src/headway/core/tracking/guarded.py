@@ -72,7 +72,7 @@ class GuardedTracker:
         return self.tracker is not None and not self.is_dropped
 
     @property
-    def takes(self) -> str:
+    def accepted_kind(self) -> str:
         """Kind of values that the tracker's `log` accepts: "numbers", "objects" or "given" (see `Tracker.takes`)."""
         return getattr(self.tracker, "takes", "numbers")
 

@@ -24,11 +24,11 @@ from headway.version import __version__
 
 # Imported on first use, because a run without a record does not need them.
 if TYPE_CHECKING:
-    from headway.core.tracking import run_feed, runlog
+    from headway.core.tracking import run_logger, runlog
     from headway.core.tracking import values as logged_values
 else:
     logged_values = LazyModule("headway.core.tracking.values")
-    run_feed = LazyModule("headway.core.tracking.run_feed")
+    run_logger = LazyModule("headway.core.tracking.run_logger")
     runlog = LazyModule("headway.core.tracking.runlog")
 
 log = get_logger(__name__)
@@ -77,7 +77,7 @@ class Recorder:
         get_grad_norm: Function that returns the total norm from the last gradient clipping; None if there was none.
 
     Attributes:
-        feed: Run log and trackers of the run in progress. None if there is no run, or nothing to write to on this rank.
+        run_logger: Run log and trackers of the run in progress. None if there is no run, or nothing to write to on this rank.
 
     Raises:
         ConfigError: If `log_with` contains an unknown tracker, or one that needs a folder and there is none.
@@ -94,7 +94,7 @@ class Recorder:
         has_checkpoints: Callable[[], bool],
         get_grad_norm: Callable[[], torch.Tensor | None],
     ) -> None:
-        self.feed: run_feed.RunFeed | None = None
+        self.run_logger: run_logger.RunLogger | None = None
         self._runtime = runtime
         self._get_project = get_project
         self._update_counter = update_counter
@@ -136,9 +136,9 @@ class Recorder:
         folder = self._choose_folder(project_name)
         writes_log = is_main and folder is not None
         if not choices and not writes_log:
-            self.feed = None
+            self.run_logger = None
             return
-        feed = run_feed.RunFeed(
+        logger = run_logger.RunLogger(
             project_name, folder, choices, is_main, lambda: self._update_counter.num_updates, self._measure_update
         )
         environment = {
@@ -152,11 +152,11 @@ class Recorder:
         # Without any update, the script more likely starts over than continues.
         if ended is not None and is_same_run and self._update_counter.num_updates > 0:
             original_start = ended.start_time
-        feed.start(values, init_kwargs or {}, environment, self._expects_to_continue(feed), original_start)
-        self.feed = feed
-        self._exit_finalizer = run_feed.flush_at_exit(feed)
-        if feed.runlog is not None:
-            heartbeat_file.get_own_file().set_log(str(feed.runlog.path))
+        logger.start(values, init_kwargs or {}, environment, self._expects_to_continue(logger), original_start)
+        self.run_logger = logger
+        self._exit_finalizer = run_logger.flush_at_exit(logger)
+        if logger.runlog is not None:
+            heartbeat_file.get_own_file().set_log(str(logger.runlog.path))
         if self._pending_resume is not None:
             self._on_event(self._pending_resume)
 
@@ -184,7 +184,7 @@ class Recorder:
         """Return the gradient norm of the last update and this process's memory, for the run log."""
         return {"grad_norm": self._get_grad_norm(), "memory": self._runtime.hardware.get_process_memory()}
 
-    def _expects_to_continue(self, feed: "run_feed.RunFeed") -> bool:
+    def _expects_to_continue(self, logger: "run_logger.RunLogger") -> bool:
         """Whether the run is expected to continue the one in the existing run log.
 
         This is a guess that is made before the first value is logged.
@@ -193,7 +193,7 @@ class Recorder:
             return True
         if self._get_project().automatic_checkpoint_naming:
             return self._has_checkpoints()  # without a resume, a save into the same folder is rejected
-        return feed.logged_run is not None and not feed.logged_run.is_ended
+        return logger.logged_run is not None and not logger.logged_run.is_ended
 
     # ---------------------------------------------------------------- log
 
@@ -209,12 +209,12 @@ class Recorder:
         """
         if isinstance(values, Mapping):
             values = cast(Mapping[str, Any], logged_values.reduce_sharded_numbers(values))
-        feed = self._get_feed_or_warn()
-        if feed is None:
+        logger = self._get_run_logger_or_warn()
+        if logger is None:
             return
         self._check_log_kwargs(log_kwargs)
         if isinstance(values, Mapping):
-            feed.log(values, self._record_step(step), log_kwargs or {}, step)
+            logger.log(values, self._record_step(step), log_kwargs or {}, step)
         else:
             log.warning_once(
                 "log() takes a mapping of names and values; %s is left out", logged_values.describe_type(values)
@@ -233,11 +233,11 @@ class Recorder:
         Raises:
             TrackingError: If the shape or type of an image is not supported. The message contains the image's name.
         """
-        feed = self._get_feed_or_warn()
-        if feed is not None:
+        logger = self._get_run_logger_or_warn()
+        if logger is not None:
             self._check_log_kwargs(log_kwargs)
             images = {name: convert_images(value, name) for name, value in values.items()}
-            feed.log_images(images, self._record_step(step), log_kwargs or {})
+            logger.log_images(images, self._record_step(step), log_kwargs or {})
 
     def log_artifact(
         self,
@@ -257,13 +257,13 @@ class Recorder:
         Raises:
             TrackingError: On a rank that records the run, if the file or folder does not exist.
         """
-        feed = self._get_feed_or_warn()
-        if feed is not None:
+        logger = self._get_run_logger_or_warn()
+        if logger is not None:
             self._check_log_kwargs(log_kwargs)
             absolute_path = Path(path).expanduser().absolute()
             if not absolute_path.exists():
                 raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
-            feed.log_artifact(absolute_path, name or absolute_path.name, self._record_step(step), log_kwargs or {})
+            logger.log_artifact(absolute_path, name or absolute_path.name, self._record_step(step), log_kwargs or {})
 
     def log_event(self, name: str, step: int | None, details: dict[str, Any]) -> None:
         """Log a run event. Nothing is logged if no run is in progress.
@@ -273,12 +273,12 @@ class Recorder:
             step: Number of optimizer updates at which the event occurred; None for the current number.
             details: Details of the event, as JSON values.
         """
-        if self.feed is not None:
-            self.feed.log_event(name, step, details)
+        if self.run_logger is not None:
+            self.run_logger.log_event(name, step, details)
 
-    def _get_feed_or_warn(self) -> "run_feed.RunFeed | None":
+    def _get_run_logger_or_warn(self) -> "run_logger.RunLogger | None":
         """Return the run in progress. Without one, return None, and let rank 0 warn once."""
-        if self.feed is None and self._runtime.is_main_process:
+        if self.run_logger is None and self._runtime.is_main_process:
             if self._has_trackers or self._get_project().logging_dir is not None:
                 log.warning_once("log() has no effect before accelerator.init_trackers(project_name); call that first")
             else:
@@ -286,7 +286,7 @@ class Recorder:
                     "log() has no effect, because the Accelerator has neither a project_dir for the run's log nor trackers. Pass "
                     "Accelerator(project_dir=...), log_with=... or both, and call accelerator.init_trackers(project_name)"
                 )
-        return self.feed
+        return self.run_logger
 
     def _record_step(self, step: int | None) -> int:
         """Return the step to log for: the script's, which is then saved in checkpoints, or the number of updates."""
@@ -316,10 +316,10 @@ class Recorder:
             return
         details = dict(event.details)
         if event.name != "resumed":
-            if self.feed is not None:
-                self.feed.log_event(event.name, event.step, details)
+            if self.run_logger is not None:
+                self.run_logger.log_event(event.name, event.step, details)
             return
-        if self.feed is None:
+        if self.run_logger is None:
             self._pending_resume = event
             return
         self._pending_resume = None
@@ -329,14 +329,14 @@ class Recorder:
         if isinstance(script_step, int):
             self._notes[STEP] = script_step
             last_step = max(last_step, script_step)
-        self.feed.log_resume(last_step, details)
+        self.run_logger.log_resume(last_step, details)
 
     # ---------------------------------------------------------------- trackers
 
     @property
     def trackers(self) -> list[Tracker]:
         """Trackers that are in use on this rank."""
-        guarded_trackers = [] if self.feed is None else self.feed.guarded_trackers
+        guarded_trackers = [] if self.run_logger is None else self.run_logger.guarded_trackers
         return [each.tracker for each in guarded_trackers if each.tracker is not None and each.is_used]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -368,13 +368,13 @@ class Recorder:
             summary: Final values of the run, possibly nested. Values that are neither numbers nor strings are left out.
                 Default: None, for none.
         """
-        feed = self.feed
-        self.feed = None
-        if feed is not None:
+        logger = self.run_logger
+        self.run_logger = None
+        if logger is not None:
             if self._exit_finalizer is not None:
                 self._exit_finalizer.detach()
-            self._ended_run = EndedRun(feed.project, feed.folder, feed.start_time)
-            feed.finish(_simplify_summary(summary))
+            self._ended_run = EndedRun(logger.project, logger.folder, logger.start_time)
+            logger.finish(_simplify_summary(summary))
             if isinstance(to_path(self._get_project().logging_dir or ""), ObjectPath):
                 extensions.load("feature", "mirror_log").send_all()
 

@@ -15,7 +15,7 @@ import torch
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.weights.export import list_write_order, save_weights, split_ties
 from headway.core.weights.pieces import ShardPiece, is_dtensor, is_sharded, make_slices
-from headway.core.weights.shard_cutter import ShardCutter
+from headway.core.weights.shard_splitter import ShardSplitter
 from headway.core.weights.tensor_bytes import get_raw_bytes, view_as_bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -164,8 +164,8 @@ def wrap_sharded_tensors(tensors: Mapping[str, Any], collectives: Collectives) -
         CheckpointError: If ranks hold different tensors, shard them differently, or together miss part of one, or if
             partial sums were not reduced over ranks.
     """
-    cutter = ShardCutter()
-    pieces = {name: cutter.cut_tensor(each) if is_dtensor(each) else each for name, each in tensors.items()}
+    splitter = ShardSplitter()
+    pieces = {name: splitter.split_tensor(each) if is_dtensor(each) else each for name, each in tensors.items()}
     sharded = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
     _check_complete(sharded, collectives)
     return pieces | {name: GatheredTensor(each, collectives) for name, each in sharded.items()}

@@ -24,7 +24,7 @@ from headway.core.strategies.blocks import find_blocks, is_container
 from headway.core.strategies.fully_sharded import dtensors
 from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, is_dtensor, split_wrappers
 from headway.core.weights.quantization_data import add_quantization_data, list_data_names
-from headway.core.weights.shard_cutter import ShardCutter
+from headway.core.weights.shard_splitter import ShardSplitter
 from headway.core.weights.tensor_bytes import TensorSpec
 from headway.errors import ConfigError, PrepareError
 from headway.layouts.low_bit.states import export_state
@@ -350,7 +350,7 @@ class PipelineState:
             tensor: Tensor or DTensor on this rank. None: only other pipeline ranks hold it.
         """
         if tensor is not None and is_dtensor(tensor):
-            piece = ShardCutter().cut_tensor(tensor)
+            piece = ShardSplitter().split_tensor(tensor)
             is_writer = self._pipeline_rank == min(holders)
             boxes = (replace(box, is_written=box.is_written and is_writer) for box in piece.boxes)
             return replace(piece, boxes=tuple(boxes), split=None)

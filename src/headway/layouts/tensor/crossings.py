@@ -155,7 +155,9 @@ def take_shard(full: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     if axis.size == 1:
         return full
     return apply_with_backward(
-        full, partial(_cut_shard, axis=axis, dim=dim), partial(gather_shards, axis=axis, dim=dim, size=full.shape[dim])
+        full,
+        partial(_slice_shard, axis=axis, dim=dim),
+        partial(gather_shards, axis=axis, dim=dim, size=full.shape[dim]),
     )
 
 
@@ -303,7 +305,7 @@ def _all_gather(shard: torch.Tensor, axis: SplitAxis, dim: int, size: int | None
     return full if size is None or full.shape[dim] == size else full.narrow(dim, 0, size)
 
 
-def _cut_shard(full: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+def _slice_shard(full: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """Return a contiguous copy of this rank's shard of a full tensor along dimension `dim`."""
     return take_chunk(full, axis, dim).contiguous()
 

@@ -29,11 +29,17 @@ from headway.forecasting.tracing.trace import Trace
 from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning._torch import FakeTensorMode
 from headway.planning.dry_run.activation_meter import ActivationMeter
-from headway.planning.dry_run.drive import ContextParallelDriver, MeasuredForward, PipelineDriver, Step, StepDriver
 from headway.planning.dry_run.fake_collectives import ObjectNotReady, PeerObjects
 from headway.planning.dry_run.fake_group import run_as_rank
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, StepMeter, Volume
 from headway.planning.dry_run.states import StateBytes, count_state_bytes, describe_states
+from headway.planning.dry_run.step_drivers import (
+    ContextParallelDriver,
+    MeasuredForward,
+    PipelineDriver,
+    Step,
+    StepDriver,
+)
 from headway.planning.dry_run.tensor_modes import RealTensorMode
 from headway.planning.dry_run.tensor_sharding import TensorSharding, describe_tensors
 from headway.planning.dry_run.updates import DryRunUpdates

@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 
 from headway import GeneralTracker, on_main_process
-from headway.core.tracking import guarded
-from headway.core.tracking import run_feed as feeding
+from headway.core.tracking import guarded, run_logger
 from headway.core.tracking.runlog_reader import read_run
 from headway.errors import ConfigError, TrackingError
 from tests.unit.core.tracking.own import OwnTracker, build_accelerator, list_events, prepare_training, train_batches
@@ -329,7 +328,7 @@ def test_details_of_an_event_can_have_any_name():
 
 
 def test_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
-    monkeypatch.setattr(feeding, "SLOW_FINISH_SECONDS", 0.01)
+    monkeypatch.setattr(run_logger, "SLOW_FINISH_SECONDS", 0.01)
     monkeypatch.setattr(guarded, "SLOW_CALL_SECONDS", -1.0)
 
     class Slow(OwnTracker):

@@ -102,7 +102,7 @@ def test_continued_run_keeps_its_instance_id(collector, monkeypatch):
     first = start()
     first.log({"loss": 1.0}, step=1)
     sender = first.get_tracker("opentelemetry")._sender
-    first._recorder.feed = None  # "killed"
+    first._recorder.run_logger = None  # "killed"
     sender.stdin.close()
     sender.wait(60)
     second = start()

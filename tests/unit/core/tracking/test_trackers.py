@@ -79,7 +79,7 @@ def test_tensorboard_skips_values_that_a_resume_supersedes():
     writer = accelerator.get_tracker("tensorboard", unwrap=True)
     accelerator.get_tracker("tensorboard").rewind(1)
     assert accelerator.get_tracker("tensorboard", unwrap=True) is writer
-    accelerator._recorder.feed._is_run_decided = True
+    accelerator._recorder.run_logger._is_run_decided = True
     accelerator.log({"loss": 20.0}, step=2)
     accelerator.end_training()
     assert [(each.step, each.value) for each in read_events("run/p").Scalars("loss")] == [(1, 1.0), (2, 20.0)]

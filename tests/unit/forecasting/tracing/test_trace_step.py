@@ -13,7 +13,7 @@ from headway.forecasting.device.allocator import replay_events
 from headway.forecasting.device.devices import estimate_use, find_device
 from headway.forecasting.device.kernels import FLOAT32, FLOAT32_IF_FREE
 from headway.forecasting.device.memory_events import compute_exact_peak, split_by_kind
-from headway.forecasting.from_trace import build_forecast
+from headway.forecasting.forecast_builder import build_forecast
 from headway.forecasting.tracing.attention_masks import skip_causal_mask
 from headway.forecasting.tracing.recipe import StepRecipe
 from headway.forecasting.tracing.trace_step import trace_step

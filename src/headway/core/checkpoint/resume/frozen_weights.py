@@ -18,7 +18,7 @@ from headway.core.checkpoint.state import CollectedState, StatefulObjects
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.weights.compiled import rename_bare_items
 from headway.core.weights.pieces import ShardPiece, TensorBox, get_local_part, get_memory_key, is_dtensor, is_sharded
-from headway.core.weights.shard_cutter import ShardCutter
+from headway.core.weights.shard_splitter import ShardSplitter
 from headway.core.weights.tensor_bytes import INTEGERS, get_dtype_name, get_raw_bytes, view_as_bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -145,8 +145,8 @@ class FrozenWeights:
         changed_by_rank = [changed] if is_alone else self._everyone.gather_objects(changed)
         changed_on_any_rank = set().union(*changed_by_rank)
         outdated = [name for name in tensors if name in changed_on_any_rank]
-        cutter = ShardCutter()
-        pieces = {name: cutter.cut_tensor(value) if is_dtensor(value) else value for name, value in tensors.items()}
+        splitter = ShardSplitter()
+        pieces = {name: splitter.split_tensor(value) if is_dtensor(value) else value for name, value in tensors.items()}
         own_terms = [_compute_term(pieces[name]) for name in outdated]
         terms_by_rank = [own_terms] if is_alone else self._everyone.gather_objects(own_terms)
         for index, name in enumerate(outdated):

@@ -1,4 +1,4 @@
-"""Feed of one run on one rank: write the run log, and pass values on to trackers.
+"""Logger of one run on one rank: write values and events to the run log, and send them to trackers.
 
 Errors in a tracker never reach the training loop. A failure is logged as a warning once and recorded in the run log.
 After three failures in a row the tracker is dropped for this run. The run log still contains the values that the
@@ -38,7 +38,7 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 
-class RunFeed:
+class RunLogger:
     """Run log and trackers of one run on this rank.
 
     Args:
@@ -163,7 +163,7 @@ class RunFeed:
         """
         identity = self._identities.get(guarded.name) if is_continuing else None
         guarded.begin(TrackedRun(self.project, self.folder, identity))
-        if self._config or guarded.takes != "given":
+        if self._config or guarded.accepted_kind != "given":
             guarded.store_init_configuration(self._config)
         if guarded.is_used:
             new_identity = guarded.read_identity()
@@ -291,9 +291,9 @@ class RunFeed:
             "given": script_values,
         }
         for guarded in self.guarded_trackers:
-            values = accepted_values[guarded.takes]
+            values = accepted_values[guarded.accepted_kind]
             if values or not script_values:
-                tracker_step = script_step if guarded.takes == "given" else step
+                tracker_step = script_step if guarded.accepted_kind == "given" else step
                 guarded.log(dict(values), **{"step": tracker_step} | dict(log_kwargs.get(guarded.name, {})))
 
     def _warn_of_unstored_values(self, types: Mapping[str, str]) -> None:
@@ -304,7 +304,7 @@ class RunFeed:
         Args:
             types: Descriptions of the types, by the values' names.
         """
-        if any(guarded.takes != "numbers" and guarded.is_used for guarded in self.guarded_trackers):
+        if any(guarded.accepted_kind != "numbers" and guarded.is_used for guarded in self.guarded_trackers):
             return
         log.warning(
             "log() keeps single numbers and texts only, and leaves out %s. Log value.item() of one element, a mean, or the "
@@ -426,16 +426,16 @@ class RunFeed:
             self.runlog.close()
 
 
-def flush_at_exit(feed: RunFeed) -> "weakref.finalize[[list[GuardedTracker]], RunFeed]":
-    """Register and return a finalizer that flushes the trackers of `feed` if the process exits before `feed.finish()`.
+def flush_at_exit(run_logger: RunLogger) -> "weakref.finalize[[list[GuardedTracker]], RunLogger]":
+    """Register and return a finalizer that flushes the trackers of `run_logger` if the process exits before `run_logger.finish()`.
 
-    Detach the finalizer after `feed.finish()`.
+    Detach the finalizer after `run_logger.finish()`.
     """
-    return weakref.finalize(feed, _flush_trackers, feed.guarded_trackers)
+    return weakref.finalize(run_logger, _flush_trackers, run_logger.guarded_trackers)
 
 
 def _flush_trackers(guarded_trackers: list[GuardedTracker]) -> None:
-    """Flush the trackers. This is not a method of the feed, because the finalizer would then keep the feed alive."""
+    """Flush the trackers. This is not a method of `RunLogger`, because the finalizer would then keep that object alive."""
     for guarded in guarded_trackers:
         guarded.flush()
 

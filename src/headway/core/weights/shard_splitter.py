@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class ShardCutter:
+class ShardSplitter:
     """Creator of `ShardPiece` objects from DTensors. It chooses which rank writes a box that several ranks hold.
 
     A box is a rectangular block of a tensor. All ranks make the same choices without communication, if they pass the
@@ -29,7 +29,7 @@ class ShardCutter:
         self._written_bytes: dict[int, list[int]] = {}
         """Bytes that each replica writes, by the number of replicas."""
 
-    def cut_tensor(self, tensor: "DTensor") -> ShardPiece:
+    def split_tensor(self, tensor: "DTensor") -> ShardPiece:
         """Return this rank's `ShardPiece` of a DTensor.
 
         Raises:

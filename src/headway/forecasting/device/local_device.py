@@ -21,7 +21,7 @@ A forecast for a GPU that is not in the table uses this device's overhead and wo
 """
 
 
-def describe_present_device(hardware: Hardware, device: torch.device) -> Device:
+def describe_local_device(hardware: Hardware, device: torch.device) -> Device:
     """Return the description of a device of this machine, as the device that a forecast is for.
 
     Memory and compute capability are those of the device itself. The overhead is that of its entry in the table of

@@ -1,7 +1,7 @@
 """Test the timeline of a step on events written by hand."""
 
 from headway.forecasting.device.memory_events import MemoryEvent, compute_exact_peak, split_by_kind
-from headway.forecasting.from_trace import build_timeline
+from headway.forecasting.forecast_builder import build_timeline
 from headway.forecasting.tracing.trace import PhaseStart
 
 EVENTS = [
