@@ -244,7 +244,7 @@ def _interpolate_finite(average: torch.Tensor, weight: torch.Tensor, factor: flo
 
 
 def _return_same(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the argument. A partial of this function reads a tensor that is never replaced."""
+    """Return the argument unchanged. `partial(_return_same, tensor)` is the getter of a tensor that is never replaced."""
     return tensor
 
 

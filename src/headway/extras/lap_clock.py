@@ -83,7 +83,7 @@ class LapClock:
 
     @property
     def has_counted_batch(self) -> bool:
-        """Whether the current lap has a batch of a prepared loader and a backward. Further backwards change nothing."""
+        """Whether the current lap contains a backward and a batch of a prepared loader."""
         return self._lap.has_backward and self._lap.has_batch
 
     @property

@@ -62,7 +62,13 @@ def list_suggestions(
 
 
 def _suggest_for_activations(census: TensorCensus, asked: int, frames: list[FrameType]) -> Iterator[MemorySuggestion]:
-    """Yield suggestions that reduce the memory of activations. See `list_suggestions` for the arguments."""
+    """Yield suggestions that reduce the memory of activations, such as activation checkpointing.
+
+    Args:
+        census: Live tensors.
+        asked: Bytes of the failed request, or 0 if no request failed.
+        frames: Stack frames through which the error propagated.
+    """
     saved_bytes = census.sum_bytes("saved for backward")
     activation_bytes = saved_bytes + census.sum_bytes("other tensors")
     if not _is_in_optimizer(frames):
@@ -106,7 +112,12 @@ def _is_in_optimizer(frames: list[FrameType]) -> bool:
 
 
 def _suggest_for_optimizer(census: TensorCensus, frames: list[FrameType]) -> Iterator[MemorySuggestion]:
-    """Yield suggestions that reduce the memory of optimizers. See `list_suggestions` for the arguments."""
+    """Yield suggestions that reduce the memory of optimizer states.
+
+    Args:
+        census: Live tensors.
+        frames: Stack frames through which the error propagated.
+    """
     state_bytes, parameter_bytes = census.sum_bytes("optimizer state"), census.sum_bytes("parameters")
     names = sorted({type(optimizer).__name__ for optimizer in census.optimizers})
     if state_bytes > max(_MIN_BYTES, parameter_bytes):  # Adafactor's factored state takes about 1 % of Adam's
@@ -122,7 +133,12 @@ def _suggest_for_optimizer(census: TensorCensus, frames: list[FrameType]) -> Ite
 
 
 def _suggest_for_device(use: MemoryUse, asked: int | None) -> Iterator[MemorySuggestion]:
-    """Yield suggestions about a GPU's memory that no live tensor occupies. See `list_suggestions` for the arguments."""
+    """Yield suggestions about a GPU's memory that no live tensor occupies.
+
+    Args:
+        use: Memory use of the device.
+        asked: Bytes of the failed request, or None if no request failed.
+    """
     if use.device == "cpu":
         return
     unused_bytes = use.reserved - use.used

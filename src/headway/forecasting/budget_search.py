@@ -64,7 +64,10 @@ class SizedEvents:
         return StepMemory(events, self._compute_unsure(size))
 
     def _compute_unsure(self, size: int) -> int:
-        """Return the bytes that a run with this batch size might need in addition, extrapolated from the traces."""
+        """Return the uncertainty of the forecast for a batch size: bytes that a run might need beyond the events.
+
+        The value is extrapolated from the traces.
+        """
         return self._interpolate(self._unsure_differences, size)[0]
 
     def _interpolate(self, differences: list[list[int]], size: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Plan of a launch, which a pure function computes from settings. `--dry-run` prints the plan's command.
+"""Compute the plan of a launch (commands, environment, machines) from settings, without side effects.
 
-`run.py` executes the plan.
+`run.py` executes the plan. `headway launch --dry-run` prints its command.
 """
 
 import shlex

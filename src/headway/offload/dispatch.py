@@ -218,7 +218,7 @@ def cpu_offload(
     whole model on "cpu".
 
     Args:
-        model: Model to place in place, which is also returned.
+        model: Model to dispatch. It is changed in place and returned.
         execution_device: Device that runs the model. None (the default): this process's current accelerator, or the CPU
             if the machine has no accelerator. If it is the CPU, weights are used in place.
         offload_buffers: Whether buffers are offloaded, too. False (the default): they are on the execution device.
@@ -253,7 +253,7 @@ def disk_offload(
     Call the returned model as before. It is `dispatch_model` with the whole model on "disk".
 
     Args:
-        model: Model to place in place, which is also returned.
+        model: Model to dispatch. It is changed in place and returned.
         offload_dir: Folder for weights that are not in a mapped file yet. A file that an earlier call wrote for this
             model is reused.
         execution_device: Device that runs the model. None (the default): this process's current accelerator, or the CPU

@@ -226,7 +226,7 @@ class Training:
         return bool(any_user_callbacks) or largest != -negated_smallest
 
     def _end_epoch(self) -> None:
-        """Call the event at the end of an epoch, then log, evaluate and save if that is due."""
+        """Call the callbacks' `on_epoch_end`, then log, evaluate and save if that is due."""
         self._callback_handler.state.owes_epoch_end = False
         self._callback_handler.call_event("on_epoch_end")
         self._synchronize_control()

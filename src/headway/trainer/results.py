@@ -1,4 +1,4 @@
-"""Return values of a Trainer's methods, and the argument of `compute_metrics`."""
+"""Types of the results of the Trainer's methods, and of the argument of `compute_metrics`."""
 
 from typing import Any, NamedTuple
 

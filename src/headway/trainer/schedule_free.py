@@ -1,4 +1,4 @@
-"""Training and evaluation mode of schedule-free optimizers, in which the weights differ."""
+"""Switch schedule-free optimizers between training and evaluation mode, which use different weights."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Start of the hang watch, which finds ranks that no longer advance.
+"""Start the hang watch, which detects ranks that make no progress, inside a process.
 
-It is started only in processes that no launcher's agent watches.
+Processes that `headway launch` started do not need it, because their launcher's agent runs it.
 """
 
 from headway.core import extensions

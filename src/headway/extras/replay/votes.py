@@ -68,7 +68,12 @@ class VoteResult(NamedTuple):
 
     @classmethod
     def from_votes(cls, votes: Sequence[Vote], phase: Phase) -> "VoteResult":
-        """Return the result of a vote at a point of the batch."""
+        """Combine the votes of all ranks at a point of the batch into one result, which is equal on all ranks.
+
+        Args:
+            votes: Vote of each rank.
+            phase: Point of the batch at which the ranks voted.
+        """
         predicted_rows = int(min(vote.predicted_rows for vote in votes))
         return cls(
             max_piece_rows=int(max(vote.max_piece_rows for vote in votes)),

@@ -89,7 +89,7 @@ def skip_kernels() -> Iterator[list[str]]:
 
 @contextmanager
 def _exchange_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Return a context in which an attribute of a class has another value.
+    """Return a context manager that temporarily replaces an attribute of a class.
 
     Raises:
         UnsupportedError: If the class does not have the attribute in this version of torch.

@@ -160,7 +160,7 @@ def _convert_message(message: Any) -> dict[str, Any]:
 
 
 def _wrap_text(content: Any, role: str) -> Sequence[Any]:
-    """Return messages as they are, and a text as one message."""
+    """Return a list with one message of the given role if `content` is a string, else `content` unchanged."""
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 

@@ -4,8 +4,8 @@
 `scaled_dot_product_attention`. Gradients of keys and values are summed over the ranks. Ulysses uses all-to-all
 collectives: each rank then computes some of the heads for full sequences.
 
-A rank's shard consists of two contiguous pieces of the sequence, one from each half (see `sequences`). In causal
-attention, each piece attends to the keys up to its own end. No mask is allocated, and nothing above the diagonal is
+A rank's shard consists of two contiguous chunks of the sequence, one from each half (see `sequences`). In causal
+attention, each chunk attends to the keys up to its own end. No mask is allocated, and nothing above the diagonal is
 computed.
 
 On accelerators, torch's own ring attention (`RingAttention`) computes the causal calls, and on a CPU `CausalOnCpu`.
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from headway.core.strategies.blocks import extend_class
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.layouts.context import sequences
-from headway.layouts.context.cpu_attention import CausalOnCpu, split_pieces
+from headway.layouts.context.cpu_attention import CausalOnCpu, split_chunks
 from headway.layouts.context.ring_attention import RING_STEP
 from headway.layouts.tensor.crossings import SplitAxis
 from headway.log import get_logger
@@ -255,9 +255,9 @@ class WholeSequenceAttention(TorchFunctionMode):
     def _attend_lower_right(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Compute causal attention separately for the two pieces of the sequence that this rank holds.
+        """Compute causal attention separately for the two chunks of the sequence that this rank holds.
 
-        Each piece attends to the keys up to its own end. The mask is torch's `causal_lower_right`, which torch's
+        Each chunk attends to the keys up to its own end. The mask is torch's `causal_lower_right`, which torch's
         kernels apply without allocating a mask.
 
         Args:
@@ -269,12 +269,12 @@ class WholeSequenceAttention(TorchFunctionMode):
         from torch.nn.attention.bias import causal_lower_right
 
         outputs = []
-        for piece, start in split_pieces(query, self._axis):
-            end = start + piece.shape[2]
-            mask: Any = causal_lower_right(piece.shape[2], end)
+        for chunk, start in split_chunks(query, self._axis):
+            end = start + chunk.shape[2]
+            mask: Any = causal_lower_right(chunk.shape[2], end)
             outputs.append(
                 functional.scaled_dot_product_attention(
-                    piece, key[:, :, :end], value[:, :, :end], attn_mask=mask, **options
+                    chunk, key[:, :, :end], value[:, :, :end], attn_mask=mask, **options
                 )
             )
         return torch.cat(outputs, 2)

@@ -16,7 +16,7 @@ class CausalOnCpu(torch.autograd.Function):
     """Autograd function for causal attention of a rank's queries on a CPU.
 
     Keys and values are all-gathered in forward and again in backward. Between forward and backward, only this rank's
-    shard is saved. A rank's queries are two pieces of the sequence. Each piece takes two calls of the CPU's kernel:
+    shard is saved. A rank's queries are two chunks of the sequence. Each chunk takes two calls of the CPU's kernel:
     one for the earlier keys, one for the square on the diagonal. Their outputs are merged with the log-sum-exp of the
     scores (`lse`) that each call returns. The backward of each call gets the merged log-sum-exp and the merged output,
     and so computes this call's share of the gradients (as in ring attention: Liu et al., 2023). No mask of queries by
@@ -27,7 +27,7 @@ class CausalOnCpu(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis, scale: float | None
     ) -> torch.Tensor:
-        """Return the attention of this rank's queries to all keys before them, one piece of the sequence after the other.
+        """Return the attention of this rank's queries to all keys before them, one chunk of the sequence after the other.
 
         Args:
             ctx: Context of torch's autograd, which saves this rank's shards, not the gathered keys and values.
@@ -39,10 +39,10 @@ class CausalOnCpu(torch.autograd.Function):
         """
         full_key, full_value = _gather_keys_and_values(query, key, value, axis)
         outputs, lses = [], []
-        for piece, start in split_pieces(query, axis):
-            piece_output, piece_lse = _attend_piece(piece, full_key, full_value, start, scale)
-            outputs.append(piece_output)
-            lses.append(piece_lse)
+        for chunk, start in split_chunks(query, axis):
+            chunk_output, chunk_lse = _attend_chunk(chunk, full_key, full_value, start, scale)
+            outputs.append(chunk_output)
+            lses.append(chunk_lse)
         output, lse = torch.cat(outputs, 2), torch.cat(lses, 2)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.axis, ctx.scale = axis, scale
@@ -63,24 +63,24 @@ class CausalOnCpu(torch.autograd.Function):
         full_key, full_value = _gather_keys_and_values(query, key, value, axis)
         key_grad, value_grad = torch.zeros_like(full_key), torch.zeros_like(full_value)
         query_grads = []
-        for index, (piece, start) in enumerate(split_pieces(query, axis)):
-            length = piece.shape[2]
-            piece_grad, piece_output, piece_lse = (
+        for index, (chunk, start) in enumerate(split_chunks(query, axis)):
+            length = chunk.shape[2]
+            chunk_grad, chunk_output, chunk_lse = (
                 tensor.narrow(2, index * length, length).contiguous() for tensor in (grad, output, lse)
             )
-            query_grad = torch.zeros_like(piece)
-            # The square on the diagonal, and the earlier keys, of which the first piece has none.
+            query_grad = torch.zeros_like(chunk)
+            # The square on the diagonal, and the earlier keys, of which the first chunk has none.
             for first, end, is_causal in ((start, start + length, True), (0, start, False)):
                 if first == end:
                     continue
                 tokens = slice(first, end)
                 grads = flash_attention_on_cpu_backward(
-                    piece_grad,
-                    piece,
+                    chunk_grad,
+                    chunk,
                     full_key[:, :, tokens],
                     full_value[:, :, tokens],
-                    piece_output,
-                    piece_lse,
+                    chunk_output,
+                    chunk_lse,
                     0.0,
                     is_causal,
                     scale=ctx.scale,
@@ -95,16 +95,16 @@ class CausalOnCpu(torch.autograd.Function):
         return torch.cat(query_grads, 2), grads_of_shard[..., :width], grads_of_shard[..., width:], None, None
 
 
-def split_pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tensor, int]]:
-    """Split this rank's queries into the two contiguous pieces of the sequence that the rank holds.
+def split_chunks(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tensor, int]]:
+    """Split this rank's queries into the two contiguous chunks of the sequence that the rank holds.
 
     Returns:
-        Pairs of (piece of the queries, index of the piece's first token in the sequence).
+        Pairs of (chunk of the queries, index of the chunk's first token in the sequence).
     """
     length = query.shape[2] // 2
     return [
-        (query.narrow(2, position * length, length), piece * length)
-        for position, piece in enumerate(sequences.find_pieces(axis.rank, axis))
+        (query.narrow(2, position * length, length), chunk * length)
+        for position, chunk in enumerate(sequences.find_chunks(axis.rank, axis))
     ]
 
 
@@ -133,7 +133,7 @@ def _sum_over_heads(grad: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     return grad if num_repeats == 1 else grad.view(grad.shape[0], -1, num_repeats, *grad.shape[2:]).sum(2)
 
 
-def _attend_piece(
+def _attend_chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the causal attention output of queries that are contiguous in the sequence, and its log-sum-exp.

@@ -1,7 +1,7 @@
 """Sharding of sequences for context parallelism: each rank's shard, and the collectives that join shards.
 
-A sequence is padded, and divided into twice as many equal pieces as there are ranks. Rank r holds piece r and the piece
-at the same distance from the end. Under causal attention a late piece attends to many keys and an early one to few, so
+A sequence is padded, and divided into twice as many equal chunks as there are ranks. Rank r holds chunk r and the chunk
+at the same distance from the end. Under causal attention a late chunk attends to many keys and an early one to few, so
 all ranks have equal work. This is torch's head-tail order, which torch's ring attention expects.
 """
 
@@ -33,10 +33,10 @@ def pad_length(length: int, axis: SplitAxis) -> int:
     return -(-length // num_pieces) * num_pieces
 
 
-def find_pieces(rank: int, axis: SplitAxis) -> tuple[int, int]:
-    """Return the indices of the two pieces of a sequence that a rank computes: one from each end.
+def find_chunks(rank: int, axis: SplitAxis) -> tuple[int, int]:
+    """Return the indices of the two chunks of a sequence that a rank computes: one from each end.
 
-    A sequence is divided into twice as many equal pieces as there are ranks.
+    A sequence is divided into twice as many equal chunks as there are ranks.
 
     Args:
         rank: Rank on the axis.
@@ -63,9 +63,9 @@ def split_sequence(full: torch.Tensor, axis: SplitAxis, dim: int, filler: float 
     if num_missing:
         # `pad` gets (before, after) for each dimension, beginning with the last one.
         full = functional.pad(full, [0, 0] * (full.dim() - 1 - dim) + [0, num_missing], value=filler)
-    piece_length = length // (2 * axis.size)
-    pieces = [full.narrow(dim, piece * piece_length, piece_length) for piece in find_pieces(axis.rank, axis)]
-    return torch.cat(pieces, dim)
+    chunk_length = length // (2 * axis.size)
+    chunks = [full.narrow(dim, chunk * chunk_length, chunk_length) for chunk in find_chunks(axis.rank, axis)]
+    return torch.cat(chunks, dim)
 
 
 def gather_sequence(shard: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -174,16 +174,16 @@ def _restore_order(by_rank: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Te
         axis: Mesh axis of context parallelism.
         dim: Dimension of the sequence in each shard.
     """
-    piece_length = by_rank.shape[dim + 1] // 2
-    pieces: list[Any] = [None] * (2 * axis.size)
+    chunk_length = by_rank.shape[dim + 1] // 2
+    chunks: list[Any] = [None] * (2 * axis.size)
     for rank in range(axis.size):
-        for position, piece in enumerate(find_pieces(rank, axis)):
-            pieces[piece] = by_rank[rank].narrow(dim, position * piece_length, piece_length)
-    return torch.cat(pieces, dim)
+        for position, chunk in enumerate(find_chunks(rank, axis)):
+            chunks[chunk] = by_rank[rank].narrow(dim, position * chunk_length, chunk_length)
+    return torch.cat(chunks, dim)
 
 
 def _stack_by_rank(full: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """Return the ranks' shards of a full sequence, stacked along a new first dimension."""
-    pieces = full.chunk(2 * axis.size, dim)
-    shards = [torch.cat([pieces[piece] for piece in find_pieces(rank, axis)], dim) for rank in range(axis.size)]
+    chunks = full.chunk(2 * axis.size, dim)
+    shards = [torch.cat([chunks[chunk] for chunk in find_chunks(rank, axis)], dim) for rank in range(axis.size)]
     return torch.stack(shards)

@@ -1,4 +1,4 @@
-"""Pipeline stage for torch's schedules. Its transfers have names for reports of hangs.
+"""Pipeline stage for torch's schedules that supports micro-batches of different shapes and names its transfers.
 
 torch's own `PipelineStage` has one shape for all micro-batches, and finds it by running the stage on the meta device.
 `PipelineStage` in this module supports micro-batches of different shapes. The shapes of the tensors that stages

@@ -242,10 +242,9 @@ class SequenceBlock:
         return (*args[:1], *other_args), {**kwargs, **summed_kwargs}
 
     def _sum_gradient_of(self, value: Any) -> Any:
-        """Return an argument of the block unchanged.
+        """Return the argument, and make backward sum its gradient over the ranks if it might be an encoder's output.
 
-        If the argument might be the output of an encoder, backward sums the argument's gradient over the ranks. An
-        encoder's output is replicated, but each rank's attention heads yield only one term of its gradient.
+        An encoder's output is replicated, but each rank's attention heads yield only one term of its gradient.
         """
         is_states = isinstance(value, torch.Tensor) and value.dim() == 3 and value.requires_grad
         return crossings.copy_to_split_region(value, self._axis) if is_states else value

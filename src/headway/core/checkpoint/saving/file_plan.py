@@ -221,7 +221,7 @@ def _make_entry(name: str, piece: ShardPiece, split: TensorSplit, tensors: Mappi
 
     Args:
         name: Name of the tensor.
-        piece: This rank's part of it.
+        piece: This rank's part of the tensor.
         split: Division of the tensor among ranks.
         tensors: Tensors of the checkpoint by name.
     """
