@@ -13,7 +13,7 @@ import headway
 from benchmarks.forecast.truth import measure_peak
 from headway import Accelerator, ActivationCheckpointing, ExponentialMovingAverage
 from headway.errors import ConfigError, DataError, LossError, UnsupportedError
-from headway.forecasting.device import calibration, present
+from headway.forecasting.device import calibration, local_device
 from headway.forecasting.device.calibration import CalibrationRecord
 from headway.forecasting.device.devices import DEVICES, GIB, name_card
 from headway.forecasting.device.local_device import describe_local_device, measure_budget
@@ -342,7 +342,7 @@ def test_calibrated_gpu_uses_the_measured_values(monkeypatch, tmp_path, product,
 
 
 def test_free_memory_excludes_that_of_other_programs(monkeypatch):
-    monkeypatch.setattr(present, "read_free_bytes", lambda *_: 10 * GIB)
+    monkeypatch.setattr(local_device, "read_free_bytes", lambda *_: 10 * GIB)
     card = simulate_gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), reserved=6 * GIB, allocated=5 * GIB)
     target = describe_local_device(card, torch.device("cuda:0"))
     left = measure_budget(card, torch.device("cuda:0"), target, tensor_bytes=2 * GIB)
@@ -353,7 +353,7 @@ def test_free_memory_excludes_that_of_other_programs(monkeypatch):
 
 @pytest.mark.slow
 def test_limit_of_the_address_space_is_the_budget_on_a_cpu(accelerator, monkeypatch):
-    monkeypatch.setattr(present, "read_free_address_space", lambda: 40 << 20)
+    monkeypatch.setattr(local_device, "read_free_address_space", lambda: 40 << 20)
     model = build_net()
     found = accelerator.forecast(model, make_batch(8), optimizer=torch.optim.AdamW(model.parameters()), loss=MSE)
     weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
