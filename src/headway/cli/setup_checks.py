@@ -62,7 +62,7 @@ class _MixtureOfExperts(torch.nn.Module):
         return outputs.view_as(hidden_states)
 
 
-class _Block(torch.nn.Module):
+class _DecoderBlock(torch.nn.Module):
     """Decoder block with causal attention, which context parallelism can split."""
 
     def __init__(self, width: int, num_experts: int) -> None:
@@ -95,7 +95,7 @@ class _Decoder(torch.nn.Module):
     def __init__(self, width: int, num_blocks: int, num_experts: int) -> None:
         super().__init__()
         self.first = torch.nn.Linear(_NUM_FEATURES, width)
-        self.blocks = torch.nn.ModuleList(_Block(width, num_experts) for _ in range(num_blocks))
+        self.blocks = torch.nn.ModuleList(_DecoderBlock(width, num_experts) for _ in range(num_blocks))
         self.head = torch.nn.Linear(width, 1)
         if num_experts:  # no plan follows from the structure of experts: ep with tp splits only the attention
             self._tp_plan = {
