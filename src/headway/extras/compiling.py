@@ -1,4 +1,4 @@
-"""Compile a model in place, as one graph or block by block. The object, its class and its names do not change.
+"""Compile a model in place, as a whole or block by block. The object, its class and its names do not change.
 
 The compiled call is stored where `Module.compile()` stores it, outside the module's state. So state dicts, pickles and
 copies do not contain it. torch caches compilations by code, so blocks of one class share one compilation. A model of 32
@@ -86,10 +86,10 @@ def compile_model(
     if plugin.use_regional_compilation:
         log.warning_once(
             f"regional compilation: {name} has no repeated blocks (no two modules of one class, with submodules, in a "
-            "ModuleList, Sequential or ModuleDict), so it is compiled as one graph"
+            "ModuleList, Sequential or ModuleDict), so the full model is compiled"
         )
     _compile_modules([model], plugin.to_kwargs())
-    log.info("%s will be compiled as one graph by %s", name, plugin.name)
+    log.info("the full model (%s) will be compiled by %s", name, plugin.name)
     return model
 
 

@@ -117,7 +117,7 @@ def test_parameter_without_a_gradient_is_named_with_the_call_that_detaches_it() 
     runs.baseline.__dict__["_losses_by_rank"] = {0: [make_loss(calls)]}
     verdict = PROOFS["learning"](runs)
     assert "last.weight got no gradient" in verdict.reason
-    assert verdict.details == ("its result is detached by linear() at train.py:5 in forward",)
+    assert verdict.details == ("linear() at train.py:5 in forward detaches its result from the graph",)
 
 
 # -------------------------------------------------------------------- processes and samples

@@ -110,7 +110,7 @@ def _check_missing_gradients(baseline: RunRecord) -> Verdict | None:
     call = _find_cut(baseline, missing[0])
     return _PROOF.report_failure(
         f"{join_names(missing, 3)} got no gradient in {len(updates)} updates",
-        details=(f"its result is detached by {call}",) if call else (),
+        details=(f"{call} detaches its result from the graph",) if call else (),
         advice="the loss does not depend on it: use it in the forward, or freeze it (requires_grad=False); look for detach(), "
         ".data, no_grad(), argmax, and checkpointing with use_reentrant=True",
     )
