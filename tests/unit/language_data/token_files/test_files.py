@@ -80,7 +80,7 @@ def test_several_files_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "does not contain the type of its tokens, and there is no train.idx beside it; give dtype='uint16'"),
+        ({}, "does not contain the type of its tokens, and there is no train.idx next to it; give dtype='uint16'"),
         ({"dtype": "float32"}, "not a type of token IDs; give one of 'uint8'"),
         ({"dtype": "uint16"}, "has no index of its documents; give sequence_length= for blocks, or eos_token_id="),
         ({"dtype": "uint16", "sequence_length": 0}, "sequence_length=0; give a whole number, 1 or more"),
