@@ -27,6 +27,7 @@ import torch
 
 from headway.core.strategies.blocks import get_class_name
 from headway.core.training.evaluation_mode import use_evaluation_mode
+from headway.core.training.prepared.packed_documents import is_flattening
 from headway.errors import PrepareError
 from headway.language_data.packing import IGNORE_INDEX, LABELS, POSITIONS, TOKENS
 from headway.log import get_logger
@@ -50,7 +51,7 @@ They apply if the outputs for a token hardly depend on other tokens.
 _REMEDIES = (
     "In training each document would see parts of others. Train it without packing; or pass a PackingCollator(attention=...) whose "
     "form of the boundaries the model reads: 'position_ids' without an attention_mask and with use_cache=False, 'mask' or 'varlen'. "
-    "PackingCollator(check_model=False) skips this check"
+    "PackingCollator(check_model=False), or collator.check_model = False with another collator, skips this check"
 )
 
 
@@ -95,22 +96,28 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
         )
 
 
-def check_prepared_models(models: Iterable[torch.nn.Module], collate: Collate, is_half: bool | None) -> None:
+def check_prepared_models(
+    models: Iterable[torch.nn.Module], collate: Collate, is_half: bool | None, is_error: bool = True
+) -> None:
     """Raise an error if a prepared model ignores the document boundaries of packed sequences.
 
-    It is used if a loader has a `PackingCollator`. Every rank must call it. transformers' models ignore document
-    boundaries while they keep a cache of keys and values. So `use_cache` in their config is set to False, as the
-    Trainer does. Models whose forward does not accept `input_ids` by name are not checked.
+    It is used if a loader has a `PackingCollator` or transformers' `DataCollatorWithFlattening`. Every rank must call
+    it. transformers' models ignore document boundaries while they keep a cache of keys and values. So `use_cache` in
+    their config is set to False, as the Trainer does. Models whose forward does not accept `input_ids` by name are not
+    checked.
 
     Args:
         models: Prepared models.
         collate: Collator of the loader.
         is_half: Whether the models compute in half precision. None: derived from the dtypes of their parameters.
+        is_error: Whether a model that ignores boundaries is an error. False: only one warning is logged, and
+            `use_cache` is left unchanged. Default: True.
 
     Raises:
         PrepareError: If `check_document_boundaries` rejects a model, for example because it lets packed documents
             influence each other.
     """
+    collate_sequences = _collate_with_flattening(collate) if is_flattening(collate) else collate
     for model in models:
         if TOKENS not in inspect.signature(model.forward).parameters:
             log.info(
@@ -120,10 +127,35 @@ def check_prepared_models(models: Iterable[torch.nn.Module], collate: Collate, i
             )
             continue
         config = getattr(model, "config", None)
-        if getattr(config, "use_cache", False) is True:
+        if is_error and getattr(config, "use_cache", False) is True:
             log.info("packing: use_cache=False is set in the config of %s", get_class_name(model))
             config.use_cache = False  # type: ignore[union-attr]
-        check_document_boundaries(model, collate, is_half=is_half)
+        try:
+            check_document_boundaries(model, collate_sequences, is_half=is_half)
+        except PrepareError as error:
+            if is_error:
+                raise
+            log.warning_once("%s", error)
+
+
+def _collate_with_flattening(collate: Collate) -> Collate:
+    """Return a function that makes a batch from packed sequences with transformers' `DataCollatorWithFlattening`.
+
+    That collator expects one document per item, and concatenates all of them into one row.
+
+    Args:
+        collate: Collator of transformers.
+    """
+
+    def collate_sequences(sequences: list[dict[str, Any]]) -> Mapping[str, Any]:
+        documents = []
+        for sequence in sequences:
+            starts = (sequence[POSITIONS] == 0).nonzero().flatten().tolist()
+            for start, stop in zip(starts, [*starts[1:], len(sequence[POSITIONS])]):
+                documents.append({name: sequence[name][start:stop].tolist() for name in (TOKENS, LABELS)})
+        return collate(documents)
+
+    return collate_sequences
 
 
 class BoundaryVerdict(Enum):

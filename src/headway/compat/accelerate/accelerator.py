@@ -84,6 +84,7 @@ ACCELERATES_BEHAVIOR = Behavior(
     keeps_precision=True,
     # Accelerate does not compare parameters between ranks, so its scripts continue if they differ.
     refuses_drift=False,
+    refuses_leaks=False,
     # Scripts count epochs themselves and restart each loader.
     repeats_evaluations=False,
     resume_method="load_state",

@@ -35,6 +35,9 @@ class Behavior:
         loading_rules: Rules by which loaders order, read and split data.
         keeps_precision: Whether a model still runs under autocast after `free_memory()` has released it.
         refuses_drift: Whether to raise an error if models or optimizers differ between ranks. False: only a warning.
+        refuses_leaks: Whether to raise an error if a model mixes the documents that transformers'
+            `DataCollatorWithFlattening` has packed, and to turn off its cache of keys and values. False: only a
+            warning.
         repeats_evaluations: Whether a run that saved during an evaluation repeats that evaluation from its start when
             it resumes.
         resume_method: Method with which programs continue from a checkpoint, for messages: "resume" or "load_state".
@@ -50,6 +53,7 @@ class Behavior:
     loading_rules: LoadingRules = field(default_factory=LoadingRules)
     keeps_precision: bool = False
     refuses_drift: bool = True
+    refuses_leaks: bool = True
     repeats_evaluations: bool = True
     resume_method: str = "resume"
     choose_last_save_hook: Callable[[], Callable[..., Any] | None] = _choose_no_hook

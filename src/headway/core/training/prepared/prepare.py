@@ -44,6 +44,7 @@ from headway.core.training.prepared.low_bit import load_low_bit_extension
 from headway.core.training.prepared.objects import OptimizerEntry
 from headway.core.training.prepared.odd_tensors import check_odd_tensors
 from headway.core.training.prepared.optimizer import PreparedOptimizer
+from headway.core.training.prepared.packed_documents import is_flattening, requests_check
 from headway.core.training.prepared.registry import AcceleratorRegistry, PreparationListeners
 from headway.core.training.prepared.scheduler import (
     KeptSteps,
@@ -265,19 +266,20 @@ class Preparation:
     def check_packed_models(self) -> None:
         """Raise an error if a loader packs several documents into a sequence, but a model does not separate them.
 
-        A loader's collator requests the check with its attribute `check_model`. Each model is checked once. Models that
-        are only evaluated are not checked.
+        A loader's collator requests the check (see `requests_check`). Each model is checked once. Models that are only
+        evaluated are not checked.
 
         Raises:
             PrepareError: If a model ignores the boundaries between documents.
         """
         collators = [loader.collate_fn for loader in self.loaders]
-        collator = next((each for each in collators if getattr(each, "check_model", False) is True), None)
+        collator = next(filter(requests_check, collators), None)
         models = [each for each in self.models if id(each) not in self._evaluated_ids | self._packing_checked_ids]
         if collator is not None and models and not is_dry_run():
             # None: full precision, but the model itself may be in half precision, which the check then finds out.
             is_half = self.step.precision.name != "no" or None
-            extensions.load("feature", "packing")(models, collator, is_half)
+            is_error = self.behavior.refuses_leaks or not is_flattening(collator)
+            extensions.load("feature", "packing")(models, collator, is_half, is_error)
             self._packing_checked_ids.update(map(id, models))
 
     # ---------------------------------------------------------------- models
