@@ -253,7 +253,7 @@ def call_on_one_rank() -> None:
     model, x, _ = make_parts()
     model = accelerator.prepare(model)
     if accelerator.is_main_process:
-        with pytest.raises(UnsupportedError, match=r"on rank 0 only: rank 1 has gone on to .*test_parts.py:"):
+        with pytest.raises(UnsupportedError, match=r"on rank 0 only: rank 1 has continued to .*test_parts.py:"):
             model(x)
     accelerator.wait_for_everyone()
 

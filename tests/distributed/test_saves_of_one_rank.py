@@ -294,7 +294,7 @@ def test_numbers_rotation_and_hooks_of_saves_on_one_rank(tmp_path):
     (text,) = first["warnings"]
     assert second["warnings"] == []
     assert "is called at" in text
-    assert "test_saves_of_one_rank.py:" in text.partition(" on rank 0 only: rank 1 has gone on to ")[2]
+    assert "test_saves_of_one_rank.py:" in text.partition(" on rank 0 only: rank 1 has continued to ")[2]
     assert "RNG states of the other ranks" in text
     assert "call save_state on every rank" in text
 
@@ -415,7 +415,7 @@ def test_run_killed_after_a_save_on_one_rank_resumes(tmp_path):
     result = launch(tmp_path, KILLED, "-n", "2", "--cpu", "--max_restarts", "1")
     assert result.returncode == 0, result.stderr
     assert "ended 8 20 5" in result.stdout
-    assert result.stderr.count("on rank 0 only: rank 1 has gone on to train.py:") <= 2  # once per start
+    assert result.stderr.count("on rank 0 only: rank 1 has continued to train.py:") <= 2  # once per start
 
 
 # -------------------------------------------------------------------- a different folder on each rank

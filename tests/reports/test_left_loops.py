@@ -106,7 +106,7 @@ def test_run_with_a_rank_that_breaks_out_ends_before_the_timeout(after, tmp_path
 def test_save_by_the_rank_that_broke_out_names_both_lines(tmp_path):
     """One rank alone can save replicated weights. The other rank's next update fails when the first process has ended."""
     err = run_loop("accelerator.save_state('checkpoint')", tmp_path)
-    assert "save_state is called at train.py:15 on rank 1 only: rank 0 has gone on to train.py:12" in err, err
+    assert "save_state is called at train.py:15 on rank 1 only: rank 0 has continued to train.py:12" in err, err
     assert "rank 1 had finished the script by then" in err, err
 
 

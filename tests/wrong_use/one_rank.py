@@ -108,7 +108,7 @@ def prepares_alone(s: Script) -> None:
 
 @row(
     "an additional object prepared on one rank",
-    error("on rank 1 only: rank 0 has gone on to"),
+    error("on rank 1 only: rank 0 has continued to"),
     single=None,
     ddp=error("do not fit together"),
 )

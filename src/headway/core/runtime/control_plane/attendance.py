@@ -110,7 +110,7 @@ class _RankState(NamedTuple):
         progress: Progress of the rank.
         num_collectives: Number of torch's collectives that the rank has entered since the last one that its progress
             counts.
-        position: Phrase that says where the rank's script is, such as "has gone on to train.py:24".
+        position: Phrase that says where the rank's script is, such as "has continued to train.py:24".
         latest_calls: Progress at the rank's latest calls.
         joins_every_call: Whether the rank takes part in every call of other ranks (`join_every_call`).
     """
@@ -141,7 +141,7 @@ class CallParticipants:
     note: str = ""
 
     def __str__(self) -> str:
-        """Return text for messages, such as "at train.py:31 on rank 0 only: rank 1 has gone on to train.py:24"."""
+        """Return text for messages, such as "at train.py:31 on rank 0 only: rank 1 has continued to train.py:24"."""
         return f"at {self.call_site} on {name_ranks(self.ranks)} only: {self.absence}"
 
 
