@@ -71,7 +71,7 @@ def train(name: str, count: str, num_epochs: int, kind: str = "native", **option
         length = {"after": after, "before": before, "times": after * accelerator.num_processes}.get(count)
         length = int(count.removeprefix("steps=")) if length is None else length
         schedule = accelerator.prepare(make_schedule(name, getattr(optimizer, "optimizer", optimizer), length))
-    at_prepare = [line for line in recorder.lines if "_processes" in line]
+    at_prepare = [line for line in recorder.lines if "_data_shards" in line]
     for _ in range(num_epochs):
         for (x,) in loader:
             with accelerator.accumulate(model):
@@ -80,7 +80,7 @@ def train(name: str, count: str, num_epochs: int, kind: str = "native", **option
                 schedule.step()
                 optimizer.zero_grad()
     logging.getLogger("headway").removeHandler(recorder)
-    return at_prepare, [line for line in recorder.lines if "_processes" in line]
+    return at_prepare, [line for line in recorder.lines if "_data_shards" in line]
 
 
 def train_each(cases: list[tuple[Any, ...]]) -> list[tuple[list[str], list[str]]]:

@@ -37,7 +37,7 @@ def test_length_of_the_prepared_loader_warns_before_the_first_update():
         assert len(warnings_at_prepare) == len(all_warnings) == 1, (name, rest, all_warnings)
         shown_name = "LambdaLR" if name == "transformers" else name
         assert warnings_at_prepare[0].removeprefix("[rank 0] ").startswith(f"{shown_name} ends after")
-        assert "accelerator.num_processes" in warnings_at_prepare[0]
+        assert "accelerator.num_data_shards" in warnings_at_prepare[0]
 
 
 def test_other_lengths_give_no_warning():

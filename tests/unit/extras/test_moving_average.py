@@ -415,7 +415,10 @@ def test_training_and_nesting_are_refused_while_weights_are_swapped(trained: Any
     before = read_weights(model)
     with ema.swap_weights():
         for action in (ema.swap_weights, other.swap_weights):
-            with pytest.raises(StateError, match=r"enter swap_weights\(\) again: Sequential holds .* 'ema'"), action():
+            with (
+                pytest.raises(StateError, match=r"enter swap_weights\(\) again: Sequential contains .* 'ema'"),
+                action(),
+            ):
                 pass
         with pytest.raises(StateError, match="cannot train the model"):
             update_weights(accelerator, model, optimizer)

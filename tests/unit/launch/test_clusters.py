@@ -109,7 +109,7 @@ class TestSlurm:
             make_cluster_plan(environment, GPUS, min_machines=1, max_restarts=1)
 
     def test_invalid_value_is_named(self):
-        with pytest.raises(ConfigError, match="SLURM says SLURM_NODEID='one'"):
+        with pytest.raises(ConfigError, match="SLURM sets SLURM_NODEID='one'"):
             detect_cluster({**SLURM, "SLURM_NODEID": "one"})
         for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_JOB_ID"):
             with pytest.raises(ConfigError, match=rf"{name}='9+\.\.\. \(5002 characters\), which"):

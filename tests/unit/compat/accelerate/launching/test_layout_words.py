@@ -153,7 +153,7 @@ def test_contradicting_layouts_are_refused():
     with pytest.raises(ConfigError, match="ask for different layouts"):
         read_fsdp_options(sharding_strategy="NO_SHARD", reshard_after_forward="HYBRID_SHARD").find_strategy()
     with pytest.raises(
-        ConfigError, match="says fsdp_reshard_after_forward=False, but fsdp_reshard_after_forward says True"
+        ConfigError, match="requests fsdp_reshard_after_forward=False, but fsdp_reshard_after_forward requests True"
     ):
         read_fsdp_options(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True)
     found = LayoutRequest()

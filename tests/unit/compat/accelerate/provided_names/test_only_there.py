@@ -204,12 +204,12 @@ def test_require_decorators_skip_like_accelerates():
 def test_commands_are_run_and_failures_are_reported(capfd):
     ran = testing.execute_subprocess_async([sys.executable, "-c", "print('one')"])
     assert (ran.returncode, ran.stdout) == (0, ["one"])
-    with pytest.raises(RuntimeError, match=r"ended with 3(?s:.*)sorry"):
+    with pytest.raises(RuntimeError, match=r"ended with exit code 3(?s:.*)sorry"):
         testing.execute_subprocess_async(
             [sys.executable, "-c", "import sys; print('sorry', file=sys.stderr); sys.exit(3)"]
         )
     assert testing.run_command([sys.executable, "-c", "print('two')"], return_stdout=True) == "two\n"
-    with pytest.raises(testing.SubprocessCallException, match="ended with 1"):
+    with pytest.raises(testing.SubprocessCallException, match="ended with exit code 1"):
         testing.run_command([sys.executable, "-c", "raise SystemExit(1)"])
     assert testing.capture_call_output(print, "three") == "three\n"
     with testing.assert_exception(ValueError, "four"):
