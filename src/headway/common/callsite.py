@@ -75,7 +75,7 @@ def _read_installed_paths(folder: str, metadata: str) -> set[str]:
 
     Args:
         folder: Folder in which pip installs packages.
-        metadata: Name of the package's `.dist-info` folder in it.
+        metadata: Name of the package's `.dist-info` folder in `folder`.
     """
     try:
         with open(os.path.join(folder, metadata, "RECORD"), encoding="utf-8") as file:

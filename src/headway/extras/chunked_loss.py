@@ -202,7 +202,9 @@ def is_loss_chunked(model: nn.Module) -> bool:
 
 
 def restore_loss(model: nn.Module) -> None:
-    """Undo `chunk_loss`. The model must not be prepared, but may be sharded. Its modules and parameters stay the same.
+    """Undo `chunk_loss`. The model keeps its modules and parameters.
+
+    It must not currently be prepared by an Accelerator, but it may be sharded.
 
     Do nothing if `chunk_loss` has not changed the model.
     """

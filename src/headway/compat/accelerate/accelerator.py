@@ -473,9 +473,10 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     @property
     def _split_position(self) -> tuple[int, int]:
-        """Index of this rank's part and the number of parts of `split_between_processes`: one part per rank.
+        """Index of this rank's part in `split_between_processes`, and the number of parts: one per rank.
 
-        Accelerate splits over all ranks in every layout, and scripts may rely on it for work without the model.
+        Accelerate splits over all ranks in every layout, and scripts may rely on this to divide work that does not use
+        the model.
         """
         if self.num_data_shards < self.num_processes:
             log.warning_once(

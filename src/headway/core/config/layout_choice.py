@@ -1,6 +1,7 @@
-"""Choice of a run's layout and its options from the script, its plugins, and the launcher.
+"""Choose a run's layout and its options from the script, the script's plugins, and the launcher.
 
-The script takes precedence over config file and environment. A script that contradicts the command line is an error.
+The script takes precedence over the config file and the environment variables. If the script contradicts the command
+line, an error is raised.
 This module does not import torch.
 """
 

@@ -84,7 +84,7 @@ class _PlainIterator(DataLoader[Any]):
 def _has_own_iterator(loader: DataLoader[Any]) -> bool:
     """Whether a loader's class replaces or wraps the iterator that DataLoader makes.
 
-    An override alone proves nothing: torch_geometric's loaders always override `_get_iterator`, but wrap the iterator only
+    An override alone does not prove this: torch_geometric's loaders always override `_get_iterator`, but wrap it only
     with `filter_per_worker=False`. So the override is called on a copy of the loader in which `super()` leads to
     `_PlainIterator`.
     """

@@ -210,9 +210,9 @@ def _check_float8(layout: Layout, sharding: ShardingOptions, float8: Float8Optio
         float8: Options of float8.
 
     Raises:
-        UnsupportedError: If the layout has expert or context parallelism, or a pipeline with tensor parallelism. Also if
-            weights are to be gathered in float8 in a pipeline, or with a number of ranks as `reshard_after_forward`. The
-            message names the supported layouts.
+        UnsupportedError: If the layout has expert or context parallelism, or a pipeline with tensor parallelism. Also
+            if the float8 all-gather is requested in a pipeline, or together with an integer `reshard_after_forward`.
+            The message names the supported layouts.
     """
     reshard, gathers_float8 = sharding.reshard_after_forward, bool(float8.all_gather)
     unsupported = ""

@@ -150,9 +150,9 @@ class LoggedRun:
         return min(steps, default=None)
 
     def list_log_calls(self, last_step: int) -> list[LogCall]:
-        """Return the calls of `accelerator.log` from which the values come, in order of time.
+        """Return the `accelerator.log` calls that logged the run's values, in chronological order.
 
-        Values that the library measured itself are left out.
+        Values that the library itself measured are left out.
 
         Args:
             last_step: Highest step to include. Values without a step are always included.

@@ -132,11 +132,11 @@ def load_layer_data(
 ) -> int:
     """Load the data of quantized layers in place, and return the number of bytes that were read.
 
-    Data of layers whose weights another pipeline stage holds is skipped.
+    Layers whose weights are on another pipeline stage are skipped.
 
     Args:
         locations: Locations of the model's tensors, by name.
-        keys: Names in the checkpoint, by names of data in the model.
+        keys: Name of each data tensor in the checkpoint, by its name in the model.
         stored: Tensors of the checkpoint, by their names in it.
     """
     num_bytes = 0

@@ -1,4 +1,4 @@
-"""Transaction of a batch, which can be undone and replayed in smaller micro-batches if memory runs out on any rank.
+"""Run each batch as a transaction: if memory runs out on any rank, undo and replay it in smaller micro-batches.
 
 A piece is a micro-batch of the batch. In a vote, all ranks gather a few numbers, such as whether each has succeeded.
 
@@ -7,13 +7,13 @@ A piece is a micro-batch of the batch. In a vote, all ranks gather a few numbers
     begin -> pieces, each computed alone -> vote 1 -> gradients and buffers are reduced -> gradients are clipped or read
           -> optimizer state exists, temporaries are reserved -> vote 2 -> commit -> the update
 
-If memory runs out on any rank before vote 2, all ranks learn it at their next vote. They restore the state from
+If memory runs out on any rank before vote 2, all ranks learn of it at their next vote. They restore the state from
 `begin_batch`, and run the batch again in smaller pieces. If memory runs out after vote 2, the run ends.
 
-Gradients are not reduced before vote 1. No other collective runs during a vote, and a rank that calls another one gets
-an error instead of waiting.
+Gradients are not reduced before vote 1. No other collective runs during a vote, and a rank that calls another
+collective gets an error instead of waiting.
 
-If an error is not replayed, look for the reason in this order:
+If a batch is not replayed after an out-of-memory error, check these causes in this order:
 
 - The layout does not support replays. See `_check_automatic_microbatching` in `headway.core.strategies.build`.
 - The error is not recognized as an out-of-memory error. See `headway.core.memory.oom`.

@@ -1,6 +1,7 @@
-"""Documents of files without an index: found by a token that ends or begins each document.
+"""Find the documents in token files that have no index, by the token that ends or begins each document.
 
-A scan reads a file once and stores the end of each document in a cache folder. All processes of a machine share one scan.
+A scan reads a file once and stores the end of each document in a cache folder. All processes on a machine share one
+scan.
 """
 
 import hashlib

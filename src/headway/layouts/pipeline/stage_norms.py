@@ -21,7 +21,7 @@ _PARTIAL_NORM = (
 
 
 class StageNormCheck:
-    """Check that raises an error if torch's `clip_grad_norm_` or `get_total_norm` gets gradients of a pipeline.
+    """Check for calls of torch's `clip_grad_norm_` and `get_total_norm` with gradients of a pipeline, which are errors.
 
     torch's function is replaced while there is a pipeline in this process. Use `scope.get_or_create(StageNormCheck)`.
     """

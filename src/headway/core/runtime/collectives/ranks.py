@@ -43,7 +43,7 @@ class RankAware:
 
     @property
     def _split_position(self) -> tuple[int, int]:
-        """Index of this rank's part and the number of parts of `split_between_processes`: one part per rank."""
+        """Index of this rank's part in `split_between_processes`, and the number of parts: one per rank."""
         return self.process_index, self.num_processes
 
     # ---------------------------------------------------------------- properties of this rank
@@ -265,7 +265,7 @@ class RankAware:
                 self.wait_for_everyone()
 
     def _compute_extension(self, timeout: float | timedelta) -> float:
-        """Return the seconds by which a time limit exceeds the run's timeout. 0.0 if it does not.
+        """Return the number of seconds by which a time limit exceeds the run's timeout. 0.0 if it does not.
 
         Args:
             timeout: Time limit in seconds or as a timedelta. 0: without a limit.

@@ -51,11 +51,11 @@ class FiniteGuard(StepGuard):
     If an fp16 gradient scaler (torch's or DeepSpeed's) checks gradients itself, this guard only finds out whether a
     loss caused the overflow.
 
-    What it records during a window is in the `WindowRecord` of the window's models. The methods that decide about an
-    update get this record as an argument.
+    During an accumulation window, the guard stores its findings in the `WindowRecord` of the window's models. The
+    methods that decide about an update receive this record as an argument.
 
-    `SpikeGuard` is a subclass that also refuses finite values. It overrides `_is_good_loss`, `_are_gradients_good`,
-    `_read_norm`, `_agree_on_gradients` and `_refuse_update`.
+    `SpikeGuard` is a subclass that can also refuse updates whose values are finite. It overrides `_is_good_loss`,
+    `_are_gradients_good`, `_read_norm`, `_agree_on_gradients` and `_refuse_update`.
 
     Args:
         policy: `NonFinitePolicy`, or only its action, such as "skip".
@@ -63,7 +63,8 @@ class FiniteGuard(StepGuard):
 
     Attributes:
         num_skipped: Number of skipped updates.
-        num_in_row: Number of skipped updates since the last update that was made, or since a state was loaded.
+        num_in_row: Number of consecutive skipped updates, counted since the last update that was made or since a state
+            was loaded.
         has_stopped: Whether the action "stop" was taken.
         report: Latest message, or an empty string if there was none.
         origin: Origin of the non-finite value, on the rank where it occurred first. None if it is unknown.

@@ -75,7 +75,7 @@ class PreparedObjects:
 
     Args:
         reshard: Function that frees a model's gathered parameters, so that its names and parameters can be read until
-            its next forward. Default: None, for models without gathered parameters.
+            its next forward pass. Default: None, for models without gathered parameters.
 
     Attributes:
         models: Models in order of preparation.
