@@ -71,7 +71,9 @@ def _find_torch_paths() -> tuple[str, ...]:
 
 
 def _read_installed_paths(folder: str, metadata: str) -> set[str]:
-    """Return the modules and, with a separator at the end, the folders that pip has installed for one package.
+    """Return the paths of the modules and folders that pip has installed for one package.
+
+    Paths of folders end with a separator.
 
     Args:
         folder: Folder in which pip installs packages.

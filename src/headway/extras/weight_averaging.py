@@ -188,10 +188,10 @@ class WeightAverage:
 
 
 class _AveragedTensor:
-    """Average of a tensor, which is computed when `assemble` is called.
+    """Average of one tensor over several checkpoints, computed when `assemble` is called.
 
     Args:
-        average: Average of the models.
+        average: Average of whole checkpoints, to which this tensor belongs.
         name: Name of the tensor.
         saved: The tensor in each checkpoint.
 
@@ -200,7 +200,7 @@ class _AveragedTensor:
         dtype: Dtype of the average.
 
     Raises:
-        CheckpointError: If the shapes differ, or if only some of the dtypes are integers.
+        CheckpointError: If the shapes differ, or if integer and floating-point dtypes are mixed.
     """
 
     def __init__(self, average: WeightAverage, name: str, saved: Sequence[Any]) -> None:

@@ -74,8 +74,8 @@ class PreparedObjects:
     """Registry of the prepared objects of one Accelerator.
 
     Args:
-        reshard: Function that frees a model's gathered parameters, so that its names and parameters can be read until
-            its next forward pass. Default: None, for models without gathered parameters.
+        reshard: Function that frees a model's gathered parameters. Its sharded parameters and their names can then be
+            read until its next forward pass. Default: None, for models without gathered parameters.
 
     Attributes:
         models: Models in order of preparation.
