@@ -218,30 +218,56 @@ def _detect_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return None
     variables = _ClusterVariables("Open MPI", environment)
-    num_tasks = variables.read_number("OMPI_COMM_WORLD_SIZE") or 1
-    local_world_size = variables.read_number("OMPI_COMM_WORLD_LOCAL_SIZE") or 1
-    rank = variables.read_number("OMPI_COMM_WORLD_RANK") or 0
-    if num_tasks % local_world_size:
-        raise ConfigError(
-            f"mpirun started {num_tasks} processes, {local_world_size} of them on this machine, so not the same number on each; "
-            "start one launcher per machine: mpirun --map-by ppr:1:node headway launch SCRIPT"
-        )
-    # mpirun fills one machine after the other by default.
-    variables.add_machines(
-        num_tasks // local_world_size, rank // local_world_size, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+    num_tasks, task = _read_mpi_tasks(
+        variables,
+        size="OMPI_COMM_WORLD_SIZE",
+        rank="OMPI_COMM_WORLD_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        one_per_machine="mpirun --map-by ppr:1:node",
     )
-    task = None
-    if local_world_size > 1:
-        variables.add_setting("num_processes", num_tasks, "OMPI_COMM_WORLD_SIZE")
-        task = ClusterTask(rank, num_tasks, variables.read_number("OMPI_COMM_WORLD_LOCAL_RANK") or 0, local_world_size)
     uri = variables.read_text("OMPI_MCA_orte_hnp_uri")  # "JOB.0;tcp://ADDRESS,...:PORT": the address of mpirun itself
     address = re.search(r"tcp://([0-9.]+)", uri)
-    if num_tasks > local_world_size and address is not None:
+    if "num_machines" in variables.layer and address is not None:
         variables.add_setting("main_process_ip", address[1], "OMPI_MCA_orte_hnp_uri")
     if num_tasks > 1:
         job = re.match(r"\d{1,18}", uri)
         variables.add_port(int(job[0]) if job else None, "OMPI_MCA_orte_hnp_uri")
     return Cluster("Open MPI", variables.layer, task)
+
+
+def _read_mpi_tasks(
+    variables: _ClusterVariables, *, size: str, rank: str, local_size: str, local_rank: str, one_per_machine: str
+) -> tuple[int, ClusterTask | None]:
+    """Add the machines and processes of an MPI job to the layer.
+
+    Args:
+        variables: Reader of the environment variables.
+        size: Variable with the number of tasks on all machines.
+        rank: Variable with this task's rank.
+        local_size: Variable with the number of tasks on this machine.
+        local_rank: Variable with this task's rank on its machine.
+        one_per_machine: Command that starts one task on each machine, for the error message.
+
+    Returns:
+        Number of tasks, and the position of this launcher if there are several on each machine, otherwise None.
+
+    Raises:
+        ConfigError: If a variable is not a whole number, or if the tasks are not spread evenly over the machines.
+    """
+    num_tasks, num_local = variables.read_number(size) or 1, variables.read_number(local_size) or 1
+    own_rank = variables.read_number(rank) or 0
+    if num_tasks % num_local:
+        raise ConfigError(
+            f"mpirun started {num_tasks} processes, {num_local} of them on this machine, so not the same number on each; "
+            f"start one launcher per machine: {one_per_machine} headway launch SCRIPT"
+        )
+    # mpirun fills one machine after the other by default.
+    variables.add_machines(num_tasks // num_local, own_rank // num_local, size, rank)
+    if num_local == 1:
+        return num_tasks, None
+    variables.add_setting("num_processes", num_tasks, size)
+    return num_tasks, ClusterTask(own_rank, num_tasks, variables.read_number(local_rank) or 0, num_local)
 
 
 def _detect_mpich(environment: Mapping[str, str]) -> Cluster | None:
@@ -255,20 +281,14 @@ def _detect_mpich(environment: Mapping[str, str]) -> Cluster | None:
     if "PMI_SIZE" not in environment or "MPI_LOCALNRANKS" not in environment:
         return None
     variables = _ClusterVariables("MPICH", environment)
-    num_tasks = variables.read_number("PMI_SIZE") or 1
-    local_world_size = variables.read_number("MPI_LOCALNRANKS") or 1
-    rank = variables.read_number("PMI_RANK") or 0
-    if num_tasks % local_world_size:
-        raise ConfigError(
-            f"mpirun started {num_tasks} processes, {local_world_size} of them on this machine, so not the same number on each; "
-            "start one launcher per machine: mpirun -ppn 1 headway launch SCRIPT"
-        )
-    # mpirun fills one machine after the other by default.
-    variables.add_machines(num_tasks // local_world_size, rank // local_world_size, "PMI_SIZE", "PMI_RANK")
-    task = None
-    if local_world_size > 1:
-        variables.add_setting("num_processes", num_tasks, "PMI_SIZE")
-        task = ClusterTask(rank, num_tasks, variables.read_number("MPI_LOCALRANKID") or 0, local_world_size)
+    _, task = _read_mpi_tasks(
+        variables,
+        size="PMI_SIZE",
+        rank="PMI_RANK",
+        local_size="MPI_LOCALNRANKS",
+        local_rank="MPI_LOCALRANKID",
+        one_per_machine="mpirun -ppn 1",
+    )
     return Cluster("MPICH", variables.layer, task)
 
 
