@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -669,16 +670,23 @@ class TrainingArguments(UnknownMembers):
         return logging.INFO if env.get_rank() == 0 else logging.WARNING
 
     @contextmanager
-    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+    def main_process_first(
+        self, local: bool = True, desc: str = "work", timeout: float | timedelta | None = None
+    ) -> Iterator[None]:
         """Return a context manager whose block the first process executes before all others.
 
         Args:
             local: Whether each machine has its own first process. Otherwise rank 0 is the only one. Default: True.
             desc: Ignored. Accepted for compatibility with transformers.
+            timeout: Time that the other processes wait for the first one, as for `Accelerator.main_process_first`. None
+                (the default): the run's timeout.
+
+        Raises:
+            ConfigError: If `timeout` is negative or not a number.
         """
         runtime = process.start(cpu=self.use_cpu)
         ranks = RankAware(runtime, Collectives(runtime))
-        with ranks.local_main_process_first() if local else ranks.main_process_first():
+        with ranks.local_main_process_first(timeout) if local else ranks.main_process_first(timeout):
             yield
 
 

@@ -82,8 +82,10 @@ def test_arguments_report_rank_world_size_and_device():
         False,
     )
     assert (args.train_batch_size, args.get_process_log_level()) == (8, 20)
-    with args.main_process_first(desc="tokenizing"):
+    with args.main_process_first(desc="tokenizing", timeout=7200):
         pass
+    with pytest.raises(ConfigError, match="must be a time in seconds"), args.main_process_first(timeout=-1):
+        pytest.fail("the block ran")
 
 
 def test_all_methods_of_the_arguments_are_implemented():
