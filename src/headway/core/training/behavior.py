@@ -1,6 +1,6 @@
 """`Behavior`: rules that differ between Headway's own `Accelerator` and subclasses for other libraries' scripts.
 
-`headway.compat.accelerate.accelerator` defines the rules of Accelerate. The core itself names no other library.
+`headway.compat.accelerate.accelerator` defines the rules of Accelerate. The core itself has no rules of Accelerate.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,9 @@
 
 `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` is correct under `ddp` and on the DTensors of `fsdp` and `tp`.
 In a pipeline, each rank has gradients of its own stages only. Each rank would clip by another norm, without a message.
+
+torch's function has no hook, and the gradients are plain tensors, so the function itself is replaced while a pipeline is
+prepared. Scripts that imported `clip_grad_norm_` earlier are covered, because it calls the replaced function.
 """
 
 import weakref

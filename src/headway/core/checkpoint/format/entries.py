@@ -107,7 +107,8 @@ def read_file_entry(name: str, entry: dict[str, Any]) -> WrittenFile:
     num_pieces = max(1, -(-num_bytes // piece))
     digests = tuple(entry[ALGORITHM]) if isinstance(entry[ALGORITHM], list) else ()
     if len(digests) != num_pieces or not set(map(type, digests)) <= {str}:
-        raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} blocks")
+        blocks = "1 block" if num_pieces == 1 else f"{num_pieces} blocks"
+        raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {blocks}")
     return WrittenFile(name, num_bytes, digests, piece)
 
 

@@ -218,7 +218,7 @@ def test_missing_hash_or_content_is_reported_as_damage(header):
         {"offsets": [0], "shape": [1], "file": 3, "key": "new"}]}, "3 where a name belongs"),
     ("aliases", "model/0/tied", "model/0/absent", "'model/0/absent', which is not a tensor of its own"),
     ("aliases", "model/0/scale", "model/0/weight", "the tied name 'model/0/scale' stands for"),
-    ("files", "extra/b", {"bytes": 100, "xxh3_128": ["3", "4"]}, "2 hashes of 'extra/b', which has 1 blocks"),
+    ("files", "extra/b", {"bytes": 100, "xxh3_128": ["3", "4"]}, "2 hashes of 'extra/b', which has 1 block$"),
     ("files", "extra/b", {"bytes": 100, "xxh3_128": [3], "piece": 100}, "1 hashes of 'extra/b'"),
     ("files", "extra/b", {"bytes": 100, "xxh3_128": ["3", "4"], "piece": 0}, "0 where a whole number, 1 or more"),
     ("files", "../b", {"bytes": 1, "xxh3_128": ["3"]}, "which is not in its folder"),
